@@ -1,0 +1,127 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.nn import numpy_model
+from twell_jax.nn import TransformerConfig, TransformerLM, logical_axes
+
+
+def tiny(**changes):
+  fields = {
+    "vocab_size": 13,
+    "d_model": 16,
+    "d_ff": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "init_std": 0.3,
+    "implementation": "reference",
+  }
+  return TransformerConfig(**(fields | changes))
+
+
+def build(config):
+  return TransformerLM(config, rngs=nnx.Rngs(0))
+
+
+def tokens(seed=0):
+  return jax.random.randint(jax.random.key(seed), (2, 9), 0, 13)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"gated": False, "tie_embeddings": False, "num_kv_heads": 1},
+    {"activation": "silu", "implementation": None, "head_dim": 6},
+  ],
+  ids=["relu", "plain", "silu"],
+)
+def test_matches_numpy(changes):
+  config = tiny(**changes)
+  model = build(config)
+  logits, activity = model(tokens())
+  params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  expected = numpy_model.transformer(params, np.asarray(tokens()), config)
+  np.testing.assert_allclose(logits, expected.logits, rtol=1e-3, atol=1e-4)
+  np.testing.assert_array_equal(activity.active, expected.active)
+  np.testing.assert_array_equal(activity.fired, expected.fired)
+  l1 = expected.l1 if config.activation == "relu" else np.zeros(3)
+  np.testing.assert_allclose(activity.l1, l1, rtol=1e-4)
+  assert activity.overflowed.shape == (3,)
+
+
+def test_the_future_does_not_matter():
+  model = build(tiny())
+  first = tokens()
+  second = first.at[:, 5:].set((first[:, 5:] + 1) % 13)
+  before, after = model(first).logits, model(second).logits
+  np.testing.assert_array_equal(before[:, :5], after[:, :5])
+  assert np.all(np.abs(before[:, 5:] - after[:, 5:]).max(-1) > 1e-4)
+
+
+def test_remat_changes_no_gradient():
+  def gradient(remat):
+    def loss(model):
+      output = model(tokens())
+      return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
+
+    return nnx.to_pure_dict(nnx.grad(loss)(build(tiny(remat=remat))))
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+    gradient("none"),
+    gradient("layer"),
+  )
+
+
+def test_layers_are_stacked_and_differ():
+  params = nnx.to_pure_dict(nnx.state(build(tiny()), nnx.Param))
+  gate = params["layers"]["ffn"]["gate"]
+  assert gate.shape == (3, 24, 16)
+  assert not np.array_equal(gate[0], gate[1])
+  for leaf in jax.tree.leaves(params):
+    if np.ptp(leaf) > 0:  # Every matrix; the scales start at one.
+      np.testing.assert_allclose(np.std(leaf), 0.3, rtol=0.15)
+
+
+def test_every_parameter_names_its_axes():
+  model = nnx.eval_shape(lambda: build(tiny(tie_embeddings=False)))
+  names = logical_axes(model)
+  shapes = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+  ranks = jax.tree.map(
+    lambda leaf, axes: len(leaf.shape) - len(axes), shapes, names
+  )
+  assert set(jax.tree.leaves(ranks)) == {0}
+  assert names == {
+    "embedding": ("vocab", "embed"),
+    "head": ("vocab", "embed"),
+    "final_norm": {"scale": ("norm",)},
+    "layers": {
+      "attention_norm": {"scale": ("layers", "norm")},
+      "ffn_norm": {"scale": ("layers", "norm")},
+      "attention": {
+        "query": ("layers", "embed", "heads", "head_dim"),
+        "key": ("layers", "embed", "kv_heads", "head_dim"),
+        "value": ("layers", "embed", "kv_heads", "head_dim"),
+        "out": ("layers", "heads", "head_dim", "embed"),
+      },
+      "ffn": dict.fromkeys(("gate", "up", "down"), ("layers", "mlp", "embed")),
+    },
+  }
+
+
+def test_half_precision_computes_float32_logits():
+  config = tiny(dtype="bfloat16", remat="layer")
+  logits = build(config)(tokens()).logits
+  assert logits.dtype == jnp.float32
+  full = build(tiny())(tokens()).logits
+  np.testing.assert_allclose(logits, full, atol=0.1 * np.abs(full).max())
+
+
+def test_an_unknown_token_is_not_a_guess():
+  logits = build(tiny())(jnp.array([[1, 2, 99, 3]])).logits[0]
+  assert np.all(np.isfinite(logits[:2]))
+  assert np.all(np.isnan(logits[2:]))

@@ -1,0 +1,1 @@
+"""Packed formats of sparse activations."""

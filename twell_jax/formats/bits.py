@@ -1,0 +1,151 @@
+"""Activity patterns as bit words: which neurons are active, and the n-th of them.
+
+The pattern of R rows with C columns is kept as uint32 words [R, ceil(C / 32)]
+and the running count of active columns after each word. Rank → column is then a
+binary search over the running counts and a five-step select inside one word: no
+sort, no `nonzero`, no capacity, ascending columns.
+
+    row    0 1 0 0 1 … (32 columns) | 1 0 … | …      one bit per column
+    words  0b…10010                 | 0b…01 | …
+    running count   2               |   3   | …      rank 2 → word 1, bit 0
+
+`rows_pattern` reads an activation along its rows (column = 32·word + bit).
+`columns_pattern` reads it down its columns, for the transposed products; there
+bit b of word w is row b·words + w, so that packing streams over whole rows.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+# Indices made here are in range by construction.
+_TRUSTED = "promise_in_bounds"
+
+
+def is_active(z: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
+  """True where a gate pre-activation lets its neuron work: z > 0 or NaN.
+
+  NaN is active so that it reaches the output as in the dense layer. The test
+  reads bits, because XLA:CPU takes subnormal numbers for zero in comparisons: a
+  positive subnormal z is active on every platform, and −0.0 is not.
+  """
+  float_bits = jnp.finfo(z.dtype).bits
+  bits = lax.bitcast_convert_type(z, jnp.dtype(f"int{float_bits}"))
+  infinity = lax.bitcast_convert_type(jnp.array(jnp.inf, z.dtype), bits.dtype)
+  magnitude = bits & jnp.array(jnp.iinfo(bits.dtype).max, bits.dtype)
+  return (bits > 0) | (magnitude > infinity)
+
+
+class Pattern(NamedTuple):
+  """Bit words of R rows and the running count of active columns after each.
+
+  A row's running count never decreases and ends with the row's total.
+  """
+
+  words: UInt32[Array, "rows words"]
+  running: Int32[Array, "rows words"]
+
+  @property
+  def counts(self) -> Int32[Array, "rows"]:
+    """Active columns of each row."""
+    return self.running[:, -1]
+
+
+def _pattern(words: UInt32[Array, "rows words"]) -> Pattern:
+  ones = lax.population_count(words).astype(jnp.int32)
+  return Pattern(words, jnp.cumsum(ones, axis=1))
+
+
+def rows_pattern(active: Bool[Array, "rows columns"]) -> Pattern:
+  """Pattern of the rows; column = 32·word + bit."""
+  rows, columns = active.shape
+  num_words = -(-columns // 32)
+  padded = jnp.pad(active, ((0, 0), (0, 32 * num_words - columns)))
+  bits = jnp.left_shift(jnp.uint32(1), jnp.arange(32, dtype=jnp.uint32))
+  spread = padded.reshape(rows, num_words, 32)
+  words = jnp.where(spread, bits[None, None], jnp.uint32(0))
+  return _pattern(jnp.sum(words, axis=-1, dtype=jnp.uint32))
+
+
+def columns_pattern(active: Bool[Array, "rows columns"]) -> Pattern:
+  """Pattern of the columns, one row of words per column of `active`.
+
+  Row r of `active` is bit r // num_words of word r % num_words.
+  """
+  rows, columns = active.shape
+  num_words = -(-rows // 32)
+  words = jnp.zeros((num_words, columns), jnp.uint32)
+  for bit in range(-(-rows // num_words)):
+    slab = active[bit * num_words : (bit + 1) * num_words]
+    word = jnp.where(slab, jnp.uint32(1 << bit), jnp.uint32(0))
+    words |= jnp.pad(word, ((0, num_words - slab.shape[0]), (0, 0)))
+  # Without the barrier XLA:CPU computes the words again for each element of
+  # the transposed array.
+  return _pattern(lax.optimization_barrier(words).T)
+
+
+def nth_active(
+  pattern: Pattern,
+  rank: Int32[Array, "rows ranks"],
+  *,
+  word_stride: int = 32,
+  bit_stride: int = 1,
+) -> Int32[Array, "rows ranks"]:
+  """Columns of the given ranks (0 is the first active one) in each row.
+
+  Args:
+    pattern: The rows' pattern.
+    rank: Ranks wanted in each row; the answer is 0 where the row has fewer.
+    word_stride: Columns between the same bit of two neighbouring words.
+    bit_stride: Columns between two neighbouring bits of one word.
+  """
+  words, running = pattern
+  num_words = words.shape[1]
+  index = jnp.zeros(rank.shape, jnp.int32)
+  step = 1 << (num_words.bit_length() - 1)
+  while step:
+    after = index + step
+    total = jnp.take_along_axis(
+      running, jnp.minimum(after, num_words) - 1, axis=1, mode=_TRUSTED
+    )
+    index = jnp.where((after <= num_words) & (total <= rank), after, index)
+    step >>= 1
+  index = jnp.minimum(index, num_words - 1)
+  word = jnp.take_along_axis(words, index, axis=1, mode=_TRUSTED)
+  before = jnp.take_along_axis(
+    running, index, axis=1, mode=_TRUSTED
+  ) - lax.population_count(word).astype(jnp.int32)
+  column = index * word_stride + _nth_set_bit(word, rank - before) * bit_stride
+  return jnp.where(rank < pattern.counts[:, None], column, 0)
+
+
+def rank_of(
+  pattern: Pattern,
+  row: Int32[Array, "*shape"],
+  column: Int32[Array, "*shape"],
+) -> Int32[Array, "*shape"]:
+  """Active columns before `column` in `row`, of a pattern of `rows_pattern`.
+
+  The inverse of `nth_active`: the rank of an active column.
+  """
+  word, bit = column // 32, (column % 32).astype(jnp.uint32)
+  bits = pattern.words.at[row, word].get(mode=_TRUSTED)
+  not_before = lax.population_count(bits >> bit).astype(jnp.int32)
+  return pattern.running.at[row, word].get(mode=_TRUSTED) - not_before
+
+
+def _nth_set_bit(
+  word: UInt32[Array, "*shape"], rank: Int32[Array, "*shape"]
+) -> Int32[Array, "*shape"]:
+  """Position of the set bit of that rank: halves of the word, by popcount."""
+  position = jnp.zeros(word.shape, jnp.int32)
+  for width in (16, 8, 4, 2, 1):
+    low = word & jnp.uint32((1 << width) - 1)
+    ones = lax.population_count(low).astype(jnp.int32)
+    above = rank >= ones
+    rank = jnp.where(above, rank - ones, rank)
+    word = jnp.where(above, word >> width, word)
+    position = jnp.where(above, position + width, position)
+  return position

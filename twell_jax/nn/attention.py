@@ -1,0 +1,141 @@
+"""Causal self-attention with rotary positions and grouped key/value heads."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from twell_jax.nn.partitioning import (
+  Partitioning,
+  constrain,
+  parameter,
+  use_weight,
+)
+
+
+def rotate_half_split(
+  x: Float[Array, "batch seq heads head_dim"],
+  positions: Int[Array, "#batch seq"],
+  *,
+  theta: float,
+) -> Float[Array, "batch seq heads head_dim"]:
+  """Rotary position embedding, half-split: component i pairs with i + half.
+
+  Pair i turns by the angle position · theta^(−i / half), where half is
+  head_dim / 2. Angles and products are float32.
+  """
+  half = x.shape[-1] // 2
+  frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  angles = positions[..., None, None].astype(jnp.float32) * frequencies.reshape(
+    1, 1, 1, half
+  )
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  rotated = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def causal_attention(
+  query: Float[Array, "batch seq heads head_dim"],
+  key: Float[Array, "batch seq kv_heads head_dim"],
+  value: Float[Array, "batch seq kv_heads head_dim"],
+) -> Float[Array, "batch seq heads head_dim"]:
+  """Softmax attention of each position to itself and those before it.
+
+  Query head i attends with key and value head i // (heads / kv_heads). Scores
+  and softmax are float32. `jax.nn.dot_product_attention` computes the same, but
+  its bfloat16 gradient mixes dtypes and fails under strict dtype promotion.
+  """
+  batch, seq, heads, head_dim = query.shape
+  kv_heads = key.shape[2]
+  grouped = query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim)
+  scores = jnp.einsum(
+    "bqngd,bknd->bngqk", grouped, key, preferred_element_type=jnp.float32
+  )
+  visible = jnp.tril(jnp.ones((seq, seq), jnp.bool_)).reshape(1, 1, 1, seq, seq)
+  scores = jnp.where(visible, scores / math.sqrt(head_dim), -jnp.inf)
+  weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+  mixed = jnp.einsum("bngqk,bknd->bqngd", weights, value)
+  return mixed.reshape(query.shape)
+
+
+class Attention(nnx.Module):
+  """Causal attention without biases; scores and softmax are float32.
+
+  Parameters: query [d_model, heads, head_dim], key and value
+  [d_model, kv_heads, head_dim], out [heads, head_dim, d_model].
+  """
+
+  def __init__(
+    self,
+    d_model: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope_theta: float = 100_000.0,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+    init_std: float = 0.02,
+    partitioning: Partitioning | None = None,
+    rngs: nnx.Rngs,
+  ):
+    self.rope_theta = rope_theta
+    self.dtype = dtype
+    self.partitioning = partitioning
+
+    def projection(shape, axes):
+      return parameter(rngs, shape, axes, init_std=init_std, dtype=param_dtype)
+
+    kv_shape = (d_model, num_kv_heads, head_dim)
+    kv_axes = ("embed", "kv_heads", "head_dim")
+    self.query = projection(
+      (d_model, num_heads, head_dim), ("embed", "heads", "head_dim")
+    )
+    self.key = projection(kv_shape, kv_axes)
+    self.value = projection(kv_shape, kv_axes)
+    self.out = projection(
+      (num_heads, head_dim, d_model), ("heads", "head_dim", "embed")
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "batch seq d_model"],
+    *,
+    positions: Int[Array, "#batch seq"] | None = None,
+  ) -> Float[Array, "batch seq d_model"]:
+    """Attends from each token to itself and the tokens before it.
+
+    Args:
+      x: The input.
+      positions: Angles of the rotary embedding; 0, 1, 2, … if None. They do not
+        change who sees whom: that is the order in the sequence.
+
+    Returns:
+      The attended values, projected back to d_model.
+    """
+    dtype = x.dtype if self.dtype is None else self.dtype
+    x = x.astype(dtype)
+    if positions is None:
+      positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+
+    def project(param, heads_axis):
+      weight = use_weight(param, dtype=dtype, partitioning=self.partitioning)
+      heads = jnp.einsum("bsd,dhk->bshk", x, weight)
+      return constrain(
+        heads, ("batch", None, heads_axis, None), self.partitioning
+      )
+
+    query = rotate_half_split(
+      project(self.query, "heads"), positions, theta=self.rope_theta
+    )
+    key = rotate_half_split(
+      project(self.key, "kv_heads"), positions, theta=self.rope_theta
+    )
+    value = project(self.value, "kv_heads")
+    mixed = causal_attention(query, key, value)
+    out = use_weight(self.out, dtype=dtype, partitioning=self.partitioning)
+    return jnp.einsum("bshk,hkd->bsd", mixed, out)

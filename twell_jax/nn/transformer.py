@@ -1,0 +1,199 @@
+"""A decoder-only transformer whose feed-forward layers are sparse.
+
+The blocks are one module whose parameters are stacked along a leading axis
+"layers", run by a scan: compile time does not grow with depth.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from twell_jax.nn.attention import Attention
+from twell_jax.nn.config import TransformerConfig
+from twell_jax.nn.ffn import SparseFFN
+from twell_jax.nn.norm import RMSNorm
+from twell_jax.nn.partitioning import (
+  Partitioning,
+  constrain,
+  parameter,
+  use_weight,
+)
+from twell_jax.ops import Activity, FFNOutput
+
+_STACKED = {nnx.PARTITION_NAME: "layers"}
+
+
+class LMOutput(NamedTuple):
+  """What the language model returns.
+
+  Attributes:
+    logits: Unnormalised log-probabilities of the next token, float32.
+    activity: The `Activity` of every layer, stacked along a first axis: l1 [L],
+      active [L, batch, seq], fired [L, d_ff], overflowed [L].
+  """
+
+  logits: Float[Array, "batch seq vocab"]
+  activity: Activity
+
+
+class Block(nnx.Module):
+  """Attention, then the feed-forward layer; each normalises what it reads."""
+
+  def __init__(
+    self,
+    config: TransformerConfig,
+    *,
+    partitioning: Partitioning | None = None,
+    rngs: nnx.Rngs,
+  ):
+    self.partitioning = partitioning
+    self.attention_norm = _norm(config)
+    self.attention = Attention(
+      config.d_model,
+      num_heads=config.num_heads,
+      num_kv_heads=config.num_kv_heads,
+      head_dim=config.resolved_head_dim,
+      rope_theta=config.rope_theta,
+      dtype=jnp.dtype(config.dtype),
+      param_dtype=jnp.dtype(config.param_dtype),
+      init_std=config.init_std,
+      partitioning=partitioning,
+      rngs=rngs,
+    )
+    self.ffn_norm = _norm(config)
+    self.ffn = SparseFFN(
+      config.d_model,
+      config.d_ff,
+      gated=config.gated,
+      activation=config.activation,
+      implementation=config.implementation,
+      dtype=jnp.dtype(config.dtype),
+      param_dtype=jnp.dtype(config.param_dtype),
+      init_std=config.init_std,
+      partitioning=partitioning,
+      rngs=rngs,
+    )
+
+  def __call__(
+    self,
+    x: Float[Array, "batch seq d_model"],
+    *,
+    positions: Int[Array, "#batch seq"],
+  ) -> FFNOutput:
+    """Returns the new residual stream and the activity of the FFN."""
+    x = constrain(x, ("batch", None, None), self.partitioning)
+    x = x + self.attention(self.attention_norm(x), positions=positions)
+    x = constrain(x, ("batch", None, None), self.partitioning)
+    output = self.ffn(self.ffn_norm(x))
+    return FFNOutput(x + output.y, output.activity)
+
+
+class TransformerLM(nnx.Module):
+  """Decoder-only language model: tokens in, logits and FFN activity out."""
+
+  def __init__(
+    self,
+    config: TransformerConfig,
+    *,
+    partitioning: Partitioning | None = None,
+    rngs: nnx.Rngs,
+  ):
+    """Draws the parameters.
+
+    Args:
+      config: The model.
+      partitioning: The mesh on which the model runs; None for one device.
+      rngs: Source of the initial parameters (stream "params").
+    """
+    self.config = config
+    self.partitioning = partitioning
+    self.embedding = self._vocabulary(rngs)
+
+    @nnx.split_rngs(splits=config.num_layers)
+    @nnx.vmap(
+      in_axes=0,
+      out_axes=0,
+      axis_size=config.num_layers,
+      transform_metadata=_STACKED,
+    )
+    def stacked_blocks(rngs: nnx.Rngs) -> Block:
+      return Block(config, partitioning=partitioning, rngs=rngs)
+
+    self.layers = stacked_blocks(rngs)
+    self.final_norm = _norm(config)
+    self.head = None if config.tie_embeddings else self._vocabulary(rngs)
+
+  def __call__(
+    self,
+    tokens: Int[Array, "batch seq"],
+    *,
+    positions: Int[Array, "#batch seq"] | None = None,
+  ) -> LMOutput:
+    """Predicts each next token.
+
+    Args:
+      tokens: Token ids below vocab_size; a larger id makes NaN, not a guess.
+      positions: Rotary positions; 0, 1, 2, … if None.
+
+    Returns:
+      Logits for the token after each position, and per-layer activity.
+    """
+    dtype = jnp.dtype(self.config.dtype)
+    if positions is None:
+      positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    embedding = use_weight(
+      self.embedding, dtype=dtype, partitioning=self.partitioning
+    )
+    # "fill" writes NaN for an id outside the table instead of clamping it.
+    x = jnp.take(embedding, tokens, axis=0, mode="fill")
+    x, activity = self._run_layers(x, positions)
+    x = self.final_norm(constrain(x, ("batch", None, None), self.partitioning))
+    if self.head is not None:
+      embedding = use_weight(
+        self.head, dtype=dtype, partitioning=self.partitioning
+      )
+    logits = jnp.einsum(
+      "bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32
+    )
+    logits = constrain(logits, ("batch", None, "vocab"), self.partitioning)
+    return LMOutput(logits, activity)
+
+  def _run_layers(
+    self,
+    x: Float[Array, "batch seq d_model"],
+    positions: Int[Array, "#batch seq"],
+  ) -> FFNOutput:
+    def run(block, x, positions):
+      output = block(x, positions=positions)
+      return output.y, output.activity
+
+    if self.config.remat == "layer":
+      # The scan already keeps XLA from merging the two computations.
+      run = nnx.remat(run, prevent_cse=False)
+    scan = nnx.scan(
+      run,
+      in_axes=(0, nnx.Carry, None),
+      out_axes=(nnx.Carry, 0),
+      transform_metadata=_STACKED,
+    )
+    return FFNOutput(*scan(self.layers, x, positions))
+
+  def _vocabulary(self, rngs: nnx.Rngs) -> nnx.Param:
+    return parameter(
+      rngs,
+      (self.config.vocab_size, self.config.d_model),
+      ("vocab", "embed"),
+      init_std=self.config.init_std,
+      dtype=jnp.dtype(self.config.param_dtype),
+    )
+
+
+def _norm(config: TransformerConfig) -> RMSNorm:
+  return RMSNorm(
+    config.d_model,
+    eps=config.norm_eps,
+    dtype=jnp.dtype(config.dtype),
+    param_dtype=jnp.dtype(config.param_dtype),
+  )

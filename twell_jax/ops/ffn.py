@@ -1,0 +1,130 @@
+"""The public operation: a feed-forward layer that computes active neurons only.
+
+One `jax.custom_vjp` serves every implementation: a module with the functions of
+reference.py, `forward`, `forward_with_residuals` and `backward`, of the same
+signatures.
+"""
+
+import functools
+from types import MappingProxyType, ModuleType
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from twell_jax.ops import reference, xla
+from twell_jax.ops.outputs import Activity, FFNOutput
+
+IMPLEMENTATIONS = MappingProxyType({"reference": reference, "xla": xla})
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def sparse_ffn(
+  x: Float[Array, "*tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  *,
+  implementation: str | None = None,
+) -> FFNOutput:
+  """A feed-forward layer with a ReLU gate, computed at active neurons only.
+
+      gated      y = (relu(x gateᵀ) ⊙ x upᵀ) down
+      non-gated  y = relu(x gateᵀ) down                       (up is None)
+
+  Values and gradients are those of the dense layer for every input, whatever
+  share of the neurons is active; products are accumulated in at least float32.
+  A neuron is active at a token if its gate is positive or NaN. Two things
+  differ from 0 · ∞ = NaN of a dense layer: an infinite or NaN entry of u, up or
+  down at a silent neuron is skipped, and a token whose x is not finite has a
+  non-finite y, but NaN and ±∞ may be elsewhere in its row. Works under jit,
+  grad, vmap, scan and remat; leading axes of x cost less than vmap. Forward-mode
+  differentiation is not defined.
+
+  Args:
+    x: Tokens, any leading shape.
+    gate: Gate matrix; one row per neuron, as in `up` and `down`.
+    up: Up matrix, or None for the non-gated layer.
+    down: Down matrix.
+    implementation: "reference", the dense layer; "xla", portable and fast on
+      CPU; or None for the best one on this platform, today "xla".
+
+  Returns:
+    y, of the shape and dtype of x, and the activity of the call.
+
+  Raises:
+    ValueError: Shapes or dtypes that do not fit, or an unknown implementation.
+
+  References:
+    Cetin et al., Sparser, Faster, Lighter Transformer Language Models,
+    arXiv 2603.23198.
+  """
+  _check_arguments(x, gate, up, down)
+  name = "xla" if implementation is None else implementation
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(
+      f"{implementation=} is unknown: use one of {sorted(IMPLEMENTATIONS)} or"
+      " None for the platform's"
+    )
+  if x.size == 0:
+    return _no_tokens(x, gate)
+  rows = x.reshape(-1, x.shape[-1])
+  y, activity = _ffn(IMPLEMENTATIONS[name], rows, gate, up, down)
+  active = activity.active.reshape(x.shape[:-1])
+  return FFNOutput(y.reshape(x.shape), activity._replace(active=active))
+
+
+def _check_arguments(x: Array, gate: Array, up: Array | None, down: Array):
+  if x.ndim == 0 or x.shape[-1] == 0 or gate.ndim != 2 or gate.shape[0] == 0:
+    raise ValueError(
+      f"x {x.shape} and gate {gate.shape} must be [..., d_model] and [d_ff,"
+      " d_model] with sizes of at least 1"
+    )
+  expected = (gate.shape[0], x.shape[-1])
+  for name, matrix in (("gate", gate), ("up", up), ("down", down)):
+    if matrix is None and name == "up":
+      continue
+    if matrix.shape != expected:
+      raise ValueError(
+        f"{name} has shape {matrix.shape} but must be [d_ff, d_model] ="
+        f" {expected}: a neuron is one row of each matrix, so transpose kernels"
+        " kept as [in, out]"
+      )
+    if matrix.dtype != x.dtype:
+      raise ValueError(
+        f"{name} is {matrix.dtype} and x is {x.dtype}: cast them to one dtype"
+      )
+  if x.dtype.name not in _DTYPES:
+    raise ValueError(f"x is {x.dtype} but must be one of {', '.join(_DTYPES)}")
+
+
+def _no_tokens(x: Array, gate: Array) -> FFNOutput:
+  zero = jnp.zeros((), jnp.int32)
+  activity = Activity(
+    l1=jnp.zeros((), jnp.float32),
+    active=jnp.zeros(x.shape[:-1], jnp.int32),
+    fired=jnp.zeros(gate.shape[:1], jnp.int32),
+    overflowed=zero,
+  )
+  return FFNOutput(jnp.zeros_like(x), activity)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ffn(
+  module: ModuleType, x: Array, gate: Array, up: Array | None, down: Array
+) -> FFNOutput:
+  return module.forward(x, gate, up, down)
+
+
+def _ffn_forward(module, x, gate, up, down):
+  output, kept = module.forward_with_residuals(x, gate, up, down)
+  return output, (kept, x, gate, up, down)
+
+
+def _ffn_backward(module, residuals, cotangents: FFNOutput):
+  dl1 = cotangents.activity.l1
+  return tuple(module.backward(*residuals, cotangents.y, dl1))
+
+
+_ffn.defvjp(_ffn_forward, _ffn_backward)

@@ -1,0 +1,74 @@
+"""The dense layer in plain jnp: the oracle of every other implementation.
+
+Every product is computed for every neuron, in the dtype of the inputs, with
+roundings where an ordinary dense layer has them. Gradients are those of
+`jax.grad` of that layer (tested), written out so that all implementations share
+one `jax.custom_vjp` (see ffn.py).
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from twell_jax.formats.bits import is_active
+from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
+
+
+def forward(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+) -> FFNOutput:
+  """y = (relu(x gateᵀ) ⊙ x upᵀ) down, and the activity of the call."""
+  return forward_with_residuals(x, gate, up, down).output
+
+
+def forward_with_residuals(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+) -> Forward:
+  """`forward`, keeping the pre-activations z = x gateᵀ and u = x upᵀ."""
+  z = x @ gate.T
+  u = None if up is None else x @ up.T
+  active = is_active(z)
+  h = hidden(z, u)
+  activity = Activity(
+    l1=jnp.sum(jnp.abs(h.astype(jnp.float32))) / x.shape[0],
+    active=jnp.sum(active, axis=1, dtype=jnp.int32),
+    fired=jnp.sum(active, axis=0, dtype=jnp.int32),
+    overflowed=jnp.zeros((), jnp.int32),
+  )
+  return Forward(FFNOutput(h @ down, activity), (z,) if u is None else (z, u))
+
+
+def hidden(
+  z: Float[Array, "tokens d_ff"], u: Float[Array, "tokens d_ff"] | None
+) -> Float[Array, "tokens d_ff"]:
+  """h = relu(z) ⊙ u, the input of the down projection; relu keeps NaN."""
+  p = jnp.where(is_active(z), z, jnp.zeros_like(z))
+  return p if u is None else p * u
+
+
+def backward(
+  kept: tuple[Array, ...],
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  dy: Float[Array, "tokens d_model"],
+  dl1: Float[Array, ""],
+) -> Gradients:
+  """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
+  z = kept[0]
+  u = None if up is None else kept[1]
+  active = is_active(z)
+  h = hidden(z, u)
+  dt = dy @ down.T + (dl1 / x.shape[0]).astype(x.dtype) * jnp.sign(h)
+  dz = jnp.where(active, dt if u is None else dt * u, jnp.zeros_like(z))
+  dx, dup = dz @ gate, None
+  if up is not None:
+    du = dt * hidden(z, None)
+    dx, dup = dx + du @ up, du.T @ x
+  return Gradients(x=dx, gate=dz.T @ x, up=dup, down=h.T @ dy)

@@ -1,0 +1,104 @@
+"""`sparse_ffn` on a mesh: tokens split over some axes, neurons over another.
+
+The layer is linear in its neurons once the gate is known, so a slice of neurons
+gives its part of y from its own rows of the three matrices, and the parts add up.
+Each device runs the op on what it holds (the custom_vjp is inside the shard_map);
+the collectives are one sum of y over the neuron axis, and those of the activity.
+"""
+
+import functools
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from twell_jax.ops.ffn import sparse_ffn
+from twell_jax.ops.outputs import Activity, FFNOutput
+
+
+def sharded_sparse_ffn(
+  x: Float[Array, "batch *tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  *,
+  mesh: Mesh,
+  token_axes: tuple[str, ...] = ("data", "fsdp"),
+  neuron_axis: str = "tensor",
+  implementation: str | None = None,
+) -> FFNOutput:
+  """`sparse_ffn` over a mesh, with the same result.
+
+  Args:
+    x: Tokens; the first axis is split over `token_axes`.
+    gate: Gate matrix, its neurons (rows) split over `neuron_axis`.
+    up: Up matrix, split likewise, or None for the non-gated layer.
+    down: Down matrix, split likewise.
+    mesh: The device mesh; its other axes compute the same thing. On axes of type
+      Explicit the arguments must already be split so (`jax.reshard`).
+    token_axes: Mesh axes that split the tokens.
+    neuron_axis: Mesh axis that splits the neurons.
+    implementation: As in `sparse_ffn`.
+
+  Returns:
+    y split as x, and the activity of the whole call: `l1` and `fired` over all
+    tokens, `active` over all neurons. A token that overflows in several slices
+    of neurons counts once for each in `overflowed`.
+
+  Raises:
+    ValueError: An unknown mesh axis, or a size that its axes do not divide.
+  """
+  sizes = dict(mesh.shape)
+  for axis in (*token_axes, neuron_axis):
+    if axis not in sizes:
+      raise ValueError(
+        f"no axis {axis!r} in the mesh, which has {sizes}; name its axes in"
+        " token_axes and neuron_axis"
+      )
+  token_shards = 1
+  for axis in token_axes:
+    token_shards *= sizes[axis]
+  for name, size, shards in (
+    ("x.shape[0]", x.shape[0], token_shards),
+    ("d_ff", gate.shape[0], sizes[neuron_axis]),
+  ):
+    if size % shards:
+      raise ValueError(
+        f"{name} = {size} must be divisible by {shards}, the shards that mesh"
+        f" {sizes} makes of it"
+      )
+  rows = PartitionSpec(token_axes)
+  neurons = PartitionSpec(neuron_axis)
+
+  def local(x, gate, up, down):
+    y, activity = sparse_ffn(x, gate, up, down, implementation=implementation)
+    over_neurons = functools.partial(lax.psum, axis_name=neuron_axis)
+    over_tokens = functools.partial(lax.psum, axis_name=token_axes)
+    return FFNOutput(
+      y=over_neurons(y),
+      activity=Activity(
+        l1=lax.pmean(over_neurons(activity.l1), token_axes),
+        active=over_neurons(activity.active),
+        fired=over_tokens(activity.fired),
+        overflowed=over_tokens(over_neurons(activity.overflowed)),
+      ),
+    )
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(rows, neurons, None if up is None else neurons, neurons),
+    out_specs=FFNOutput(
+      y=rows,
+      activity=Activity(
+        l1=PartitionSpec(),
+        active=rows,
+        fired=neurons,
+        overflowed=PartitionSpec(),
+      ),
+    ),
+    # The loops of an implementation carry values that vary over the mesh from
+    # constants that do not; every output above is reduced explicitly.
+    check_vma=False,
+  )(x, gate, up, down)

@@ -1,0 +1,65 @@
+"""Training: objective, optimizer, step, mesh, checkpoints, metrics, loop."""
+
+from twell_jax.training.checkpointing import (
+  Checkpoints,
+  config_differences,
+  saved_steps,
+)
+from twell_jax.training.evaluation import HeldOut, evaluate
+from twell_jax.training.loop import TrainOptions, TrainResult, train
+from twell_jax.training.metrics import (
+  MetricsWriter,
+  StepSummary,
+  read_metrics,
+  summarize,
+)
+from twell_jax.training.objective import (
+  L1Options,
+  coefficient_from_published,
+  l1_schedule,
+)
+from twell_jax.training.optimizer import (
+  OptimizerOptions,
+  learning_rate_schedule,
+  make_optimizer,
+)
+from twell_jax.training.sharding import check_batch_size, make_mesh, place_batch
+from twell_jax.training.state import (
+  Model,
+  TrainState,
+  abstract_model,
+  abstract_state,
+  initial_state,
+)
+from twell_jax.training.step import make_eval_step, make_train_step
+
+__all__ = [
+  "Checkpoints",
+  "HeldOut",
+  "L1Options",
+  "MetricsWriter",
+  "Model",
+  "OptimizerOptions",
+  "StepSummary",
+  "TrainOptions",
+  "TrainResult",
+  "TrainState",
+  "abstract_model",
+  "abstract_state",
+  "check_batch_size",
+  "coefficient_from_published",
+  "config_differences",
+  "evaluate",
+  "initial_state",
+  "l1_schedule",
+  "learning_rate_schedule",
+  "make_eval_step",
+  "make_mesh",
+  "make_optimizer",
+  "make_train_step",
+  "place_batch",
+  "read_metrics",
+  "saved_steps",
+  "summarize",
+  "train",
+]

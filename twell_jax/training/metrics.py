@@ -1,0 +1,157 @@
+"""What a run reports: summaries of a step, and the files they are written to.
+
+`metrics.jsonl` holds one object per line with "kind" ("train" or "held_out"),
+"step" (updates made so far) and the numbers; per-layer numbers are lists. The
+same numbers go to TensorBoard event files beside it. Continuing a run at step s
+first removes what was written after s, so that no step is recorded twice.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jsonlines
+import tensorboardX
+from jaxtyping import Array, Float
+
+from twell_jax.training.step import StepStatistics
+
+JSONL_NAME = "metrics.jsonl"
+
+Record = dict[str, Any]
+
+
+class StepSummary(NamedTuple):
+  """The numbers of a step that are written down.
+
+  Attributes:
+    loss: The objective.
+    cross_entropy: Mean over target weights, in nats.
+    gradient_norm: Global norm before clipping.
+    learning_rate: The one of this update.
+    l1_coefficient: The λ of this update.
+    active_fraction: Mean active neurons per token over d_ff, all layers.
+    l1: Mean over tokens of Σ|h|, per layer.
+    active_mean: Active neurons per token, per layer; so are the next three.
+    active_p50: Median.
+    active_p95: 95th percentile.
+    active_max: Largest.
+    alive_fraction: Neurons active on at least one token of the step, per layer.
+    overflowed: Tokens beyond a format's capacity, per layer.
+  """
+
+  loss: Float[Array, ""]
+  cross_entropy: Float[Array, ""]
+  gradient_norm: Float[Array, ""]
+  learning_rate: Float[Array, ""]
+  l1_coefficient: Float[Array, ""]
+  active_fraction: Float[Array, ""]
+  l1: Float[Array, "layers"]
+  active_mean: Float[Array, "layers"]
+  active_p50: Float[Array, "layers"]
+  active_p95: Float[Array, "layers"]
+  active_max: Float[Array, "layers"]
+  alive_fraction: Float[Array, "layers"]
+  overflowed: Float[Array, "layers"]
+
+
+@jax.jit
+def summarize(statistics: StepStatistics) -> StepSummary:
+  """Reduces the per-token statistics of a step, on device."""
+  layers, d_ff = statistics.fired.shape
+  active = jnp.moveaxis(statistics.active, 1, 0).reshape(layers, -1)
+  active = active.astype(jnp.float32)
+  active_mean = jnp.mean(active, axis=1)
+  percentiles = jnp.percentile(active, jnp.array([50.0, 95.0]), axis=1)
+  return StepSummary(
+    loss=statistics.loss,
+    cross_entropy=statistics.cross_entropy,
+    gradient_norm=statistics.gradient_norm,
+    learning_rate=statistics.learning_rate,
+    l1_coefficient=statistics.l1_coefficient,
+    active_fraction=jnp.mean(active_mean) / d_ff,
+    l1=statistics.l1,
+    active_mean=active_mean,
+    active_p50=percentiles[0],
+    active_p95=percentiles[1],
+    active_max=jnp.max(active, axis=1),
+    alive_fraction=jnp.mean((statistics.fired > 0).astype(jnp.float32), axis=1),
+    overflowed=statistics.overflowed.astype(jnp.float32),
+  )
+
+
+def to_record(summary: NamedTuple) -> Record:
+  """Fetches arrays and makes them plain numbers and lists."""
+  fetched = jax.device_get(summary)._asdict()
+  return {name: value.tolist() for name, value in fetched.items()}
+
+
+class MetricsWriter:
+  """Writes records to `metrics.jsonl` and to TensorBoard.
+
+  Use it as a context manager. On several hosts only the first should have one.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str], *, start_step: int):
+    """Opens the files to continue after start_step.
+
+    Args:
+      directory: Where they are, created if absent.
+      start_step: Records of later steps are removed: the run is about to write
+        them again. 0 removes all.
+    """
+    directory = pathlib.Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / JSONL_NAME
+    kept = [r for r in read_metrics(directory) if r["step"] <= start_step]
+    kept = kept if start_step else []
+    # Replaced in one go: an interruption leaves the old file or the new one.
+    rewritten = path.with_suffix(".jsonl.tmp")
+    with jsonlines.open(rewritten, "w") as lines:
+      lines.write_all(kept)
+    rewritten.replace(path)
+    self._lines = jsonlines.open(path, "a", flush=True)
+    self._board = tensorboardX.SummaryWriter(
+      str(directory / "tensorboard"), purge_step=start_step + 1
+    )
+
+  def write(self, kind: str, *, step: int, values: Mapping[str, Any]) -> None:
+    """Writes one record: numbers, and lists with a number for each layer."""
+    self._lines.write({"kind": kind, "step": step, **values})
+    for name, value in values.items():
+      if isinstance(value, list):
+        for layer, number in enumerate(value):
+          self._board.add_scalar(f"{kind}/{name}/layer_{layer}", number, step)
+      else:
+        self._board.add_scalar(f"{kind}/{name}", value, step)
+
+  def __enter__(self) -> "MetricsWriter":
+    return self
+
+  def __exit__(self, *exception: object) -> None:
+    self._lines.close()
+    self._board.close()
+
+
+def read_metrics(
+  directory: str | os.PathLike[str], *, kind: str | None = None
+) -> list[Record]:
+  """The records of a run, in the order in which they were written.
+
+  Args:
+    directory: The one given to `MetricsWriter`.
+    kind: "train" or "held_out"; None for both.
+
+  Returns:
+    The records; none if nothing was written yet.
+  """
+  path = pathlib.Path(directory) / JSONL_NAME
+  if not path.exists():
+    return []
+  with jsonlines.open(path) as lines:
+    # A killed run may leave half a line at the end, of a step that is lost.
+    records = list(lines.iter(type=dict, skip_invalid=True))
+  return [r for r in records if kind is None or r["kind"] == kind]

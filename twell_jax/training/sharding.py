@@ -1,0 +1,187 @@
+"""The device mesh, and where the state and the batches of a run lie on it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from twell_jax.nn import Partitioning
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+HostBatch = Mapping[str, np.ndarray]
+
+
+def make_mesh(
+  *,
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: list[jax.Device] | None = None,
+) -> Mesh:
+  """A mesh with the axes of `MESH_AXES`.
+
+  Args:
+    data: Copies of the parameters; the batch is cut over them. -1: the rest of
+      the devices.
+    fsdp: Slices of the parameters' embed axis; the batch is cut over them too.
+    tensor: Slices of the neurons, heads and vocabulary.
+    devices: The devices; all of them if None.
+
+  Returns:
+    The mesh, its axes left to the compiler (`AxisType.Auto`).
+
+  Raises:
+    ValueError: The sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  free = [name for name, size in sizes.items() if size == -1]
+  for name, size in sizes.items():
+    if size < 1 and size != -1:
+      raise ValueError(
+        f"mesh axis {name} = {size}: give a positive size, or -1 for the rest"
+      )
+  if len(free) > 1:
+    raise ValueError(
+      f"mesh axes {' and '.join(free)} are both -1: only one can be the rest"
+    )
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if free:
+    sizes[free[0]] = len(devices) // fixed
+  if math.prod(sizes.values()) != len(devices):
+    raise ValueError(
+      f"mesh data = {data}, fsdp = {fsdp}, tensor = {tensor} does not divide "
+      f"{len(devices)} devices: the sizes must multiply to that number"
+    )
+  return jax.make_mesh(
+    tuple(sizes.values()),
+    MESH_AXES,
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    devices=devices,
+  )
+
+
+def parameter_shardings(
+  axes: PyTree[tuple[str, ...]],
+  shapes: PyTree[jax.ShapeDtypeStruct],
+  partitioning: Partitioning,
+) -> PyTree[NamedSharding]:
+  """Where each parameter is stored.
+
+  Args:
+    axes: Logical axis names of each parameter (`twell_jax.nn.logical_axes`).
+    shapes: The parameters, or their abstract values.
+    partitioning: The mesh.
+
+  Returns:
+    A tree of shardings like `shapes`.
+
+  Raises:
+    ValueError: A mesh axis does not divide the dimension it is to cut.
+  """
+
+  def place(path, value, names):
+    sharding = partitioning.sharding(names)
+    for name, size, mesh_axis in zip(names, value.shape, sharding.spec):
+      pieces = 1 if mesh_axis is None else partitioning.mesh.shape[mesh_axis]
+      if size % pieces:
+        raise ValueError(
+          f"{path_name(path)}: {name} = {size} is not divisible by mesh axis "
+          f"{mesh_axis} = {pieces}: choose a size of that axis which divides it"
+        )
+    return sharding
+
+  return jax.tree.map_with_path(place, shapes, axes)
+
+
+def optimizer_shardings(
+  optimizer: optax.GradientTransformation,
+  opt_state: PyTree,
+  params: PyTree[NamedSharding],
+  partitioning: Partitioning,
+) -> PyTree[NamedSharding]:
+  """Where the optimizer state lies: each moment where its parameter does.
+
+  Args:
+    optimizer: The transformation that made the state.
+    opt_state: Its state, concrete or abstract.
+    params: The shardings of the parameters.
+    partitioning: The mesh; what belongs to no parameter is replicated on it.
+
+  Returns:
+    A tree of shardings like `opt_state`.
+  """
+  everywhere = replicated(partitioning)
+  return optax.tree.map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    opt_state,
+    params,
+    transform_non_params=lambda _: everywhere,
+  )
+
+
+def batch_sharding(partitioning: Partitioning) -> NamedSharding:
+  """The sharding of [batch, seq] arrays: sequences over the batch axes."""
+  return partitioning.sharding(("batch", None))
+
+
+def check_batch_size(
+  batch_size: int, *, mesh: Mesh, accumulation_steps: int = 1
+) -> None:
+  """Raises ValueError unless a global batch can be cut for this mesh.
+
+  Args:
+    batch_size: Sequences per step, over all hosts.
+    mesh: From `make_mesh`.
+    accumulation_steps: Micro-batches per step.
+  """
+  batch_axes = Partitioning(mesh).batch_axes
+  pieces = math.prod(mesh.shape[axis] for axis in batch_axes)
+  if batch_size % (pieces * accumulation_steps):
+    raise ValueError(
+      f"batch of {batch_size} sequences is not divisible by "
+      f"accumulation_steps = {accumulation_steps} times {pieces}, the devices "
+      f"of mesh axes {' and '.join(batch_axes)}: change "
+      "batch_size, accumulation_steps or the mesh"
+    )
+
+
+def place_batch(
+  batch: HostBatch, partitioning: Partitioning
+) -> dict[str, Array]:
+  """Puts a host batch on the mesh.
+
+  Args:
+    batch: [batch, seq] arrays; on several hosts, this host's sequences.
+    partitioning: The mesh.
+
+  Returns:
+    The global batch.
+
+  Raises:
+    ValueError: The batch axes of the mesh do not divide the batch.
+  """
+  sharding = batch_sharding(partitioning)
+  global_size = len(batch["inputs"]) * jax.process_count()
+  check_batch_size(global_size, mesh=partitioning.mesh)
+  return {
+    name: jax.make_array_from_process_local_data(sharding, value)
+    for name, value in batch.items()
+  }
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+  """A readable name of a leaf: the keys of its path joined by slashes."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def replicated(partitioning: Partitioning) -> NamedSharding:
+  """The sharding of values that every device holds whole."""
+  return NamedSharding(partitioning.mesh, PartitionSpec())

@@ -1,0 +1,236 @@
+"""The two compiled functions of a run: one update, and one evaluation.
+
+A step's batch [accumulation · micro, seq] is cut into micro-batches that a scan
+works through. Each contributes its share of the global means, so the gradient
+is that of the whole batch: the split and the mesh change rounding only.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int32, PyTree
+
+from twell_jax.training.objective import CrossEntropy, cross_entropy
+from twell_jax.training.sharding import batch_sharding, replicated
+from twell_jax.training.state import Model, TrainState, abstract_state
+
+Batch = dict[str, Array]
+
+
+class StepStatistics(NamedTuple):
+  """What a step measured, as arrays on device.
+
+  Attributes:
+    loss: The objective.
+    cross_entropy: Mean over target weights, in nats.
+    l1: Mean over tokens of Σ|h|, for each layer.
+    active: Active neurons of each token of each layer, int32.
+    fired: Tokens of the step on which each neuron was active.
+    overflowed: Tokens beyond a format's capacity, for each layer.
+    gradient_norm: Global norm before clipping.
+    learning_rate: The one of this update.
+    l1_coefficient: The λ of this update.
+  """
+
+  loss: Float[Array, ""]
+  cross_entropy: Float[Array, ""]
+  l1: Float[Array, "layers"]
+  active: Int32[Array, "accumulation layers micro_batch seq"]
+  fired: Int32[Array, "layers d_ff"]
+  overflowed: Int32[Array, "layers"]
+  gradient_norm: Float[Array, ""]
+  learning_rate: Float[Array, ""]
+  l1_coefficient: Float[Array, ""]
+
+
+class StepResult(NamedTuple):
+  """The state after an update, and what the update measured."""
+
+  state: TrainState
+  statistics: StepStatistics
+
+
+class EvalStatistics(NamedTuple):
+  """Sums over one batch of held-out text.
+
+  Attributes:
+    cross_entropy: Weighted sums, from which the mean over batches is made.
+    active: Sum over tokens of active neurons, for each layer, float32.
+    tokens: Number of tokens, float32.
+  """
+
+  cross_entropy: CrossEntropy
+  active: Float[Array, "layers"]
+  tokens: Float[Array, ""]
+
+
+class _Share(NamedTuple):
+  """A micro-batch's share of the step's means, and its activity."""
+
+  cross_entropy: Float[Array, ""]
+  l1: Float[Array, "layers"]
+  active: Int32[Array, "layers micro_batch seq"]
+  fired: Int32[Array, "layers d_ff"]
+  overflowed: Int32[Array, "layers"]
+
+
+TrainStep = Callable[[TrainState, Batch], StepResult]
+EvalStep = Callable[[PyTree[Array], Batch], EvalStatistics]
+
+
+def make_train_step(
+  model: Model,
+  optimizer: optax.GradientTransformation,
+  *,
+  learning_rate: optax.Schedule,
+  l1_coefficient: optax.Schedule,
+  accumulation_steps: int = 1,
+) -> TrainStep:
+  """Compiles one update; the state passed to it is consumed.
+
+  Args:
+    model: The model on its mesh.
+    optimizer: The transformation whose state the `TrainState` holds.
+    learning_rate: The optimizer's schedule, to report it.
+    l1_coefficient: λ as a function of the step.
+    accumulation_steps: Micro-batches per step.
+
+  Returns:
+    A function of the state and a global batch of "inputs", "targets" and
+    "weights" [batch, seq].
+  """
+
+  def objective(
+    params: PyTree, micro: Batch, weight_sum: Array, coefficient: Array
+  ) -> tuple[Array, _Share]:
+    output = model.bind(params)(micro["inputs"])
+    entropy = cross_entropy(output.logits, micro["targets"], micro["weights"])
+    activity = output.activity
+    share = _Share(
+      cross_entropy=entropy.total / weight_sum,
+      l1=activity.l1 / accumulation_steps,
+      active=activity.active,
+      fired=activity.fired,
+      overflowed=activity.overflowed,
+    )
+    return share.cross_entropy + coefficient * jnp.mean(share.l1), share
+
+  def gradient(
+    params: PyTree, batch: Batch, coefficient: Array
+  ) -> tuple[PyTree, _Share]:
+    total = jnp.sum(batch["weights"])
+    # A batch of padding alone has no targets, and a loss of zero.
+    weight_sum = jnp.where(total > 0, total, 1.0)
+
+    def accumulate(gradient_sum, micro):
+      micro_gradient, share = jax.grad(objective, has_aux=True)(
+        params, micro, weight_sum, coefficient
+      )
+      gradient_sum = jax.tree.map(
+        lambda total, part: total + part.astype(jnp.float32),
+        gradient_sum,
+        micro_gradient,
+      )
+      return gradient_sum, share
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return jax.lax.scan(
+      accumulate, zeros, split_batch(batch, accumulation_steps)
+    )
+
+  def train_step(state: TrainState, batch: Batch) -> StepResult:
+    coefficient = _evaluate(l1_coefficient, state.step)
+    grads, shares = gradient(state.params, batch, coefficient)
+    gradient_norm = optax.tree.norm(grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    with _optax_promotion():
+      updates, opt_state = optimizer.update(
+        grads, state.opt_state, state.params
+      )
+    params = optax.apply_updates(state.params, updates)
+    entropy = jnp.sum(shares.cross_entropy)
+    l1 = jnp.sum(shares.l1, axis=0)
+    statistics = StepStatistics(
+      loss=entropy + coefficient * jnp.mean(l1),
+      cross_entropy=entropy,
+      l1=l1,
+      active=shares.active,
+      fired=jnp.sum(shares.fired, axis=0),
+      overflowed=jnp.sum(shares.overflowed, axis=0),
+      gradient_norm=gradient_norm,
+      learning_rate=_evaluate(learning_rate, state.step),
+      l1_coefficient=coefficient,
+    )
+    state = TrainState(state.step + 1, params, opt_state, state.rng)
+    return StepResult(state, statistics)
+
+  shardings = jax.tree.map(
+    lambda leaf: leaf.sharding, abstract_state(model, optimizer)
+  )
+  everywhere = replicated(model.partitioning)
+  fields: dict[str, Any] = dict.fromkeys(StepStatistics._fields, everywhere)
+  fields["active"] = model.partitioning.sharding((None, None, "batch", None))
+  return jax.jit(
+    train_step,
+    in_shardings=(shardings, batch_sharding(model.partitioning)),
+    out_shardings=StepResult(shardings, StepStatistics(**fields)),
+    donate_argnums=0,
+  )
+
+
+def make_eval_step(model: Model) -> EvalStep:
+  """Compiles the evaluation of one batch: a function of params and batch."""
+
+  def eval_step(params: PyTree, batch: Batch) -> EvalStatistics:
+    output = model.bind(params)(batch["inputs"])
+    return EvalStatistics(
+      cross_entropy=cross_entropy(
+        output.logits, batch["targets"], batch["weights"]
+      ),
+      active=jnp.sum(output.activity.active, (1, 2), dtype=jnp.float32),
+      tokens=jnp.float32(batch["inputs"].size),
+    )
+
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, model.params)
+  return jax.jit(
+    eval_step,
+    in_shardings=(shardings, batch_sharding(model.partitioning)),
+    out_shardings=replicated(model.partitioning),
+  )
+
+
+def split_batch(batch: Batch, accumulation_steps: int) -> Batch:
+  """[accumulation · micro, seq] arrays as [accumulation, micro, seq].
+
+  Micro-batch i holds the sequences i, i + accumulation, …: each device then
+  takes its micro-batches from the sequences that it already holds.
+  """
+  size = len(batch["inputs"])
+  if size % accumulation_steps:
+    raise ValueError(
+      f"batch of {size} sequences is not divisible by accumulation_steps = "
+      f"{accumulation_steps}: change batch_size or accumulation_steps"
+    )
+  return jax.tree.map(
+    lambda value: jnp.swapaxes(
+      value.reshape(
+        size // accumulation_steps, accumulation_steps, *value.shape[1:]
+      ),
+      0,
+      1,
+    ),
+    batch,
+  )
+
+
+def _evaluate(schedule: optax.Schedule, step: Array) -> Float[Array, ""]:
+  with _optax_promotion():
+    return jnp.asarray(schedule(step), jnp.float32)
+
+
+def _optax_promotion():
+  # Optax mixes its integer counters with floats, which a caller may forbid.
+  return jax.numpy_dtype_promotion("standard")
