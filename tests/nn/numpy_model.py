@@ -1,4 +1,4 @@
-"""The transformer once more: float64 numpy, one head and one layer at a time."""
+"""The transformer once more: float64 numpy, head by head, layer by layer."""
 
 from typing import NamedTuple
 

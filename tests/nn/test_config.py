@@ -85,5 +85,5 @@ def test_paper_sizes(size, parameters):
 
 def test_paper_config_takes_overrides():
   assert paper_config("1b", remat="layer").remat == "layer"
-  with pytest.raises(ValueError, match="size = '7b' is unknown.*0p5b"):
+  with pytest.raises(ValueError, match=r"size = '7b' is unknown.*0p5b"):
     paper_config("7b")

@@ -134,7 +134,7 @@ class TransformerLM(nnx.Module):
     """Predicts each next token.
 
     Args:
-      tokens: Token ids below vocab_size; a larger id makes NaN, not a guess.
+      tokens: Token ids below vocab_size; a larger one makes its sequence NaN.
       positions: Rotary positions; 0, 1, 2, … if None.
 
     Returns:

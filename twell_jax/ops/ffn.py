@@ -35,12 +35,15 @@ def sparse_ffn(
 
   Values and gradients are those of the dense layer for every input, whatever
   share of the neurons is active; products are accumulated in at least float32.
-  A neuron is active at a token if its gate is positive or NaN. Two things
-  differ from 0 · ∞ = NaN of a dense layer: an infinite or NaN entry of u, up or
-  down at a silent neuron is skipped, and a token whose x is not finite has a
-  non-finite y, but NaN and ±∞ may be elsewhere in its row. Works under jit,
-  grad, vmap, scan and remat; leading axes of x cost less than vmap. Forward-mode
-  differentiation is not defined.
+  A neuron is active at a token if its gate is positive or NaN. A token whose x
+  is not finite has a non-finite y, as in the dense gated layer, and no effect on
+  other tokens. One thing differs: a dense layer makes 0 · ∞ = NaN of an infinite
+  u at a silent neuron, which is skipped here. Infinities and NaN among the
+  parameters or the cotangents spread at least to the active neurons and at most
+  as far as in the dense layer.
+
+  Works under jit, grad, vmap, scan and remat; leading axes of x cost less than
+  vmap. Forward-mode differentiation is not defined.
 
   Args:
     x: Tokens, any leading shape.
@@ -110,16 +113,30 @@ def _no_tokens(x: Array, gate: Array) -> FFNOutput:
   return FFNOutput(jnp.zeros_like(x), activity)
 
 
+def _spread_broken(output: FFNOutput, x: Array, up: Array | None) -> FFNOutput:
+  """Makes y non-finite where x is, for the gated layer.
+
+  There every u is non-finite and so is the dense y; active neurons show it by
+  themselves, but all gates of such a token may be −∞.
+  """
+  if up is None:
+    return output
+  broken = ~jnp.all(jnp.isfinite(x), axis=1, keepdims=True)
+  y = output.y
+  nan = jnp.array(jnp.nan, y.dtype)
+  return output._replace(y=jnp.where(broken & jnp.isfinite(y), nan, y))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ffn(
   module: ModuleType, x: Array, gate: Array, up: Array | None, down: Array
 ) -> FFNOutput:
-  return module.forward(x, gate, up, down)
+  return _spread_broken(module.forward(x, gate, up, down), x, up)
 
 
 def _ffn_forward(module, x, gate, up, down):
   output, kept = module.forward_with_residuals(x, gate, up, down)
-  return output, (kept, x, gate, up, down)
+  return _spread_broken(output, x, up), (kept, x, gate, up, down)
 
 
 def _ffn_backward(module, residuals, cotangents: FFNOutput):

@@ -7,6 +7,7 @@ one `jax.custom_vjp` (see ffn.py).
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from twell_jax.formats.bits import is_active
@@ -30,8 +31,8 @@ def forward_with_residuals(
   down: Float[Array, "d_ff d_model"],
 ) -> Forward:
   """`forward`, keeping the pre-activations z = x gateᵀ and u = x upᵀ."""
-  z = x @ gate.T
-  u = None if up is None else x @ up.T
+  z = per_neuron(x, gate)
+  u = None if up is None else per_neuron(x, up)
   active = is_active(z)
   h = hidden(z, u)
   activity = Activity(
@@ -43,12 +44,22 @@ def forward_with_residuals(
   return Forward(FFNOutput(h @ down, activity), (z,) if u is None else (z, u))
 
 
+def per_neuron(
+  x: Float[Array, "tokens d_model"], matrix: Float[Array, "d_ff d_model"]
+) -> Float[Array, "tokens d_ff"]:
+  """x matrixᵀ. For a single token XLA:CPU would really transpose a `.T`."""
+  return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())))
+
+
 def hidden(
   z: Float[Array, "tokens d_ff"], u: Float[Array, "tokens d_ff"] | None
 ) -> Float[Array, "tokens d_ff"]:
-  """h = relu(z) ⊙ u, the input of the down projection; relu keeps NaN."""
-  p = jnp.where(is_active(z), z, jnp.zeros_like(z))
-  return p if u is None else p * u
+  """h = relu(z) ⊙ u, the input of the down projection.
+
+  relu keeps NaN, and a silent neuron gives 0 whatever its u.
+  """
+  h = z if u is None else z * u
+  return jnp.where(is_active(z), h, jnp.zeros_like(h))
 
 
 def backward(
@@ -65,7 +76,7 @@ def backward(
   u = None if up is None else kept[1]
   active = is_active(z)
   h = hidden(z, u)
-  dt = dy @ down.T + (dl1 / x.shape[0]).astype(x.dtype) * jnp.sign(h)
+  dt = per_neuron(dy, down) + (dl1 / x.shape[0]).astype(x.dtype) * jnp.sign(h)
   dz = jnp.where(active, dt if u is None else dt * u, jnp.zeros_like(z))
   dx, dup = dz @ gate, None
   if up is not None:

@@ -164,14 +164,14 @@ def _slots(
 
 def _forward(x, gate, up, down, *, store: bool) -> Forward:
   tokens, d_ff = x.shape[0], gate.shape[0]
-  z = (_pad_gemv(x) @ gate.T)[:tokens]
+  z = reference.per_neuron(_pad_gemv(x), gate)[:tokens]
   active = is_active(z)
   pattern = rows_pattern(active)
   sizes = _sizes(x, d_ff)
   plan = _plan(pattern.counts, tile=sizes.tile, slots=sizes.slots)
 
   def dense():
-    u = None if up is None else _pad_gemv(x) @ up.T
+    u = None if up is None else reference.per_neuron(_pad_gemv(x), up)
     h = reference.hidden(_pad_gemv(z), u)
     l1 = jnp.sum(jnp.abs(h.astype(_accumulator(x.dtype))))
     return (
@@ -184,11 +184,6 @@ def _forward(x, gate, up, down, *, store: bool) -> Forward:
     return _sparse_forward(x, z, up, down, pattern, plan, sizes, store=store)
 
   y, l1, blocks = _by_work(plan, sizes, sparse, dense)
-  if up is not None:
-    # Each u of such a token is non-finite, so the dense layer's y is, even if
-    # all of its gates are −inf.
-    broken = ~jnp.all(jnp.isfinite(x), axis=1, keepdims=True)
-    y = jnp.where(broken & jnp.isfinite(y), jnp.array(jnp.nan, y.dtype), y)
   activity = Activity(
     l1=l1.astype(jnp.float32) / tokens,
     active=pattern.counts,
@@ -287,7 +282,7 @@ def backward(
   plan = _plan(pattern.counts, tile=sizes.tile, slots=sizes.slots)
 
   def dense():
-    residuals = (z,) if up is None else (z, x @ up.T)
+    residuals = (z,) if up is None else (z, reference.per_neuron(x, up))
     return reference.backward(residuals, x, gate, up, down, dy, dl1)
 
   def sparse():

@@ -95,7 +95,8 @@ class TrainResult(NamedTuple):
     step: Updates made.
     state: The state after them; its checkpoint is on disk.
     model: `model.bind(state.params)` is the trained module.
-    held_out: The evaluation of this state; None if interrupted.
+    held_out: The evaluation of this state; None if it was interrupted between
+      two evaluations.
   """
 
   outcome: Literal["finished", "interrupted"]

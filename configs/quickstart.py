@@ -1,0 +1,75 @@
+"""A small sparse language model on the interpreter's own text, in minutes on CPU.
+
+    python -m experiments.train --config=configs/quickstart.py --workdir=DIR
+    make quickstart      (this model and its dense twin, compared in a report)
+
+Every field can be overridden: --config.l1.coefficient=0 trains the dense twin.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+  """The default configuration of the quickstart."""
+  config = ConfigDict()
+  config.seed = 0  # of the parameters and the order of the text
+  config.steps = 400  # updates; × batch_size × seq_len tokens each
+  config.accumulation_steps = 1  # micro-batches per update
+
+  config.model = ConfigDict()
+  config.model.vocab_size = 1024  # must be the tokenizer's
+  config.model.d_model = 192  # width of the residual stream
+  config.model.d_ff = 1024  # neurons of a feed-forward layer
+  config.model.num_layers = 3
+  config.model.num_heads = 6  # query heads
+  config.model.num_kv_heads = 3  # key and value heads, shared by the others
+  config.model.activation = "relu"  # "relu" sparse, "silu" a dense baseline
+  config.model.gated = True  # with an up projection
+  config.model.tie_embeddings = True  # output matrix = input embedding
+  config.model.rope_theta = 100_000.0  # base of the rotary positions
+  config.model.norm_eps = 1e-5
+  config.model.init_std = 0.02  # of every matrix
+  config.model.dtype = "float32"  # of the computation
+  config.model.param_dtype = "float32"
+  config.model.remat = "none"  # "layer" recomputes layers when going back
+  config.model.implementation = ""  # of the sparse layer; "" is the platform's
+
+  config.data = ConfigDict()
+  # "python" (sources and documentation of the running interpreter), a path or
+  # glob of text, "tfds:NAME", or a URL such as hf://datasets/ORG/NAME/*.parquet
+  config.data.corpus = "python"
+  config.data.text_field = "text"  # of .jsonl, .parquet and TFDS rows
+  config.data.tokenizer = ""  # a tokenizer.json; "" trains one on the corpus
+  config.data.seq_len = 256  # tokens of a sequence
+  config.data.batch_size = 16  # sequences of an update, over all devices
+  config.data.held_out_fraction = 0.05  # of documents, never trained on
+  config.data.max_documents = 0  # 0 is all
+  config.data.cache_dir = ""  # prepared text and tokens; "" is WORKDIR/data
+
+  config.optimizer = ConfigDict()
+  config.optimizer.learning_rate = 3e-3  # peak; cosine to 0
+  config.optimizer.warmup_steps = 40
+  config.optimizer.b1 = 0.9
+  config.optimizer.b2 = 0.95
+  config.optimizer.eps = 1e-8
+  config.optimizer.weight_decay = 0.1  # of matrices, not of norms
+  config.optimizer.clip_norm = 1.0
+
+  config.l1 = ConfigDict()
+  config.l1.coefficient = 2e-3  # λ of mean-over-layers l1; 0 trains the twin
+  config.l1.start_step = 0  # λ is 0 before
+  config.l1.warmup_steps = 100  # steps from 0 to the coefficient
+
+  config.mesh = ConfigDict()
+  config.mesh.data = -1  # −1: the devices that the other axes leave
+  config.mesh.fsdp = 1
+  config.mesh.tensor = 1  # slices of neurons and heads
+
+  config.log_every_steps = 10
+  config.eval = ConfigDict()
+  config.eval.every_steps = 100
+  config.eval.batches = 8  # of held-out text; 0 is all
+  config.checkpoint = ConfigDict()
+  config.checkpoint.every_steps = 200
+  config.checkpoint.keep = 2  # the latest ones, besides the best
+  return config

@@ -1,0 +1,215 @@
+"""Times the sparse feed-forward layer against the dense one.
+
+    python -m experiments.bench_ffn --d_model 2048 --d_ff 5632 --tokens 512 \\
+        --active 30 --dtype float32 --mode forward
+
+forward  y of `tokens` tokens
+train    y and the gradients of x and the matrices, for `tokens` tokens
+decode   y of a few new tokens (1 by default), different ones at each call
+
+The layer is random with a given mean number of active neurons per token and
+heavy-tailed firing rates, as trained layers have. Both sides run under jit in one
+process, in turn; the dense layer runs with its kernels [in, out] and, going
+forward, also [out, in], and the faster one is the baseline. The last line is
+JSON.
+"""
+
+import json
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jaxtyping import Array, Float
+from scipy import optimize, stats
+
+from experiments import cli, environment, timing
+from experiments.dense_layer import (
+  DenseKernels,
+  dense_ffn,
+  dense_ffn_by_neuron,
+)
+from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
+
+_MODES = {"forward": 512, "train": 2048, "decode": 1}
+_DTYPES = ("float32", "bfloat16", "float16")
+_CALLS = 4  # different inputs, used in turn
+
+_D_MODEL = flags.DEFINE_integer("d_model", 2048, "Width of x.", lower_bound=2)
+_D_FF = flags.DEFINE_integer("d_ff", 5632, "Neurons.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer(
+  "tokens", None, f"Tokens of a call; by mode {_MODES}.", lower_bound=1
+)
+_ACTIVE = flags.DEFINE_float(
+  "active", 30.0, "Mean number of active neurons per token.", lower_bound=0.0
+)
+_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "Of x and matrices.")
+_MODE = flags.DEFINE_enum("mode", "forward", list(_MODES), "What is timed.")
+_GATED = flags.DEFINE_bool("gated", True, "Whether there is an up projection.")
+_IMPLEMENTATION = flags.DEFINE_enum(
+  "implementation", "xla", sorted(IMPLEMENTATIONS), "The sparse side."
+)
+_MIN_SECONDS = flags.DEFINE_float(
+  "min_seconds", 4.0, "How long to time.", lower_bound=0.0
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the layer and the tokens.")
+
+
+class Layer(NamedTuple):
+  """A random layer, a neuron being one row of each matrix."""
+
+  gate: Float[Array, "d_ff d_model"]
+  up: Float[Array, "d_ff d_model"] | None
+  down: Float[Array, "d_ff d_model"]
+
+
+def random_layer(
+  rng: np.random.Generator,
+  *,
+  d_model: int,
+  d_ff: int,
+  active: float,
+  gated: bool = True,
+) -> Layer:
+  """A float32 layer with `active` neurons per token for `random_tokens`.
+
+  A neuron's gate is normal with unit variance around a threshold; thresholds
+  are gamma-distributed, so that a few neurons fire often and most rarely.
+  """
+  if not 0 <= active <= d_ff:
+    raise ValueError(f"{active=} must be from 0 to {d_ff=}")
+  shape = (d_ff, d_model)
+  gate, up, down = (
+    rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(size))
+    for size in (d_model, d_model, d_ff)
+  )
+  thresholds = rng.gamma(4.0, 0.65, size=d_ff)
+
+  def excess(shift: float) -> float:
+    return float(stats.norm.sf(thresholds + shift).sum()) - active
+
+  # ±40 silences or excites every neuron.
+  shift = optimize.brentq(excess, -40.0, 40.0) if 0 < active < d_ff else 0.0
+  if active in (0, d_ff):
+    shift = 40.0 if active == 0 else -40.0
+  gate[:, 0] = -(thresholds + shift)
+  return Layer(
+    jnp.asarray(gate), jnp.asarray(up) if gated else None, jnp.asarray(down)
+  )
+
+
+def random_tokens(
+  rng: np.random.Generator, *, tokens: int, d_model: int
+) -> Float[Array, "tokens d_model"]:
+  """Normal tokens whose first feature is 1: it carries the thresholds."""
+  x = rng.standard_normal((tokens, d_model), dtype=np.float32)
+  x[:, 0] = 1
+  return jnp.asarray(x)
+
+
+def _with_gradients(layer):
+  def function(x, weights, dy):
+    y, pullback = jax.vjp(layer, x, weights)
+    return y, pullback(dy)
+
+  return function
+
+
+def main(argv: list[str]) -> None:
+  """Prints a table of times and memory, and the same as JSON."""
+  del argv
+  mode, dtype = _MODE.value, jnp.dtype(_DTYPE.value)
+  tokens = _TOKENS.value or _MODES[mode]
+  rng = np.random.default_rng(_SEED.value)
+  layer = random_layer(
+    rng,
+    d_model=_D_MODEL.value,
+    d_ff=_D_FF.value,
+    active=_ACTIVE.value,
+    gated=_GATED.value,
+  )
+  layer = jax.tree.map(lambda matrix: matrix.astype(dtype), layer)
+  inputs = [
+    random_tokens(rng, tokens=tokens, d_model=_D_MODEL.value).astype(dtype)
+    for _ in range(_CALLS)
+  ]
+  kernels = DenseKernels(
+    layer.gate.T, None if layer.up is None else layer.up.T, layer.down
+  )
+
+  def sparse(x: Array, layer: Layer) -> Array:
+    return sparse_ffn(x, *layer, implementation=_IMPLEMENTATION.value).y
+
+  if mode == "train":
+    dy = rng.standard_normal(inputs[0].shape, dtype=np.float32)
+    dy = jnp.asarray(dy).astype(dtype)
+    contenders = {
+      "dense": timing.contender(
+        _with_gradients(dense_ffn), [(x, kernels, dy) for x in inputs]
+      ),
+      "sparse": timing.contender(
+        _with_gradients(sparse), [(x, layer, dy) for x in inputs]
+      ),
+    }
+  else:
+    by_neuron = kernels._replace(
+      gate=layer.gate, up=layer.up, down=layer.down.T
+    )
+    contenders = {
+      "dense": timing.contender(dense_ffn, [(x, kernels) for x in inputs]),
+      "dense [out, in]": timing.contender(
+        dense_ffn_by_neuron, [(x, by_neuron) for x in inputs]
+      ),
+      "sparse": timing.contender(sparse, [(x, layer) for x in inputs]),
+    }
+  times = timing.interleaved(contenders, min_seconds=_MIN_SECONDS.value)
+  active = jnp.mean(
+    jnp.stack([sparse_ffn(x, *layer).activity.active for x in inputs]).astype(
+      jnp.float32
+    )
+  )
+  best = min(
+    (name for name in times if name != "sparse"),
+    key=lambda name: times[name].median_ms,
+  )
+  print(
+    f"{mode}: {tokens} tokens, d_model {_D_MODEL.value}, d_ff {_D_FF.value},"
+    f" {float(active):.1f} active, {dtype}"
+  )
+  print(f"{'':18}{'median ms':>10}{'quartiles':>20}{'ratio':>8}{'temp MB':>10}")
+  for name, time in times.items():
+    temporary = contenders[name].temporary_bytes
+    megabytes = "" if temporary is None else f"{temporary / 1e6:.1f}"
+    print(
+      f"{name:18}{time.median_ms:10.3f}"
+      f"{f'{time.lower_ms:.3f} – {time.upper_ms:.3f}':>20}"
+      f"{times[best].median_ms / time.median_ms:8.2f}{megabytes:>10}"
+    )
+  print(
+    json.dumps(
+      {
+        "mode": mode,
+        "tokens": tokens,
+        "d_model": _D_MODEL.value,
+        "d_ff": _D_FF.value,
+        "gated": _GATED.value,
+        "active": round(float(active), 2),
+        "dtype": dtype.name,
+        "implementation": _IMPLEMENTATION.value,
+        "dense_layout": "[out, in]" if "[" in best else "[in, out]",
+        "dense_ms": round(times[best].median_ms, 4),
+        "sparse_ms": round(times["sparse"].median_ms, 4),
+        "ratio": round(times[best].median_ms / times["sparse"].median_ms, 3),
+        "dense_spread_ms": [round(t, 4) for t in times[best][1:]],
+        "sparse_spread_ms": [round(t, 4) for t in times["sparse"][1:]],
+        "dense_temp_bytes": contenders[best].temporary_bytes,
+        "sparse_temp_bytes": contenders["sparse"].temporary_bytes,
+        **environment.describe(),
+      }
+    )
+  )
+
+
+if __name__ == "__main__":
+  cli.run(main)

@@ -1,0 +1,187 @@
+"""Trains a sparse model and its dense twin, compares them, writes a report.
+
+    make quickstart
+    python -m experiments.quickstart --workdir=DIR
+
+The twin is the same model without L1, computed densely: same seed, data and
+steps. DIR/report.md has the figures and plots, DIR/report.json the figures. An
+interrupted quickstart continues when it is started again.
+"""
+
+import json
+import pathlib
+import time
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from flax import nnx
+from jaxtyping import Array, Int32
+from ml_collections import ConfigDict, config_flags
+
+from experiments import cli, environment, report, train, trained_ffn
+from twell_jax import training
+from twell_jax.data import Data
+from twell_jax.nn import TransformerLM, num_parameters
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", "configs/quickstart.py", "What to train, with L1."
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of both runs and of the report."
+)
+_PREFILL_TOKENS = flags.DEFINE_integer(
+  "prefill_tokens", 2048, "Tokens of a prefill-sized batch.", lower_bound=1
+)
+
+
+class LayerActivity(NamedTuple):
+  """Active neurons per token of one layer, on held-out text."""
+
+  mean: float
+  p50: float
+  p95: float
+  maximum: int
+  alive_fraction: float  # neurons that were active on some token
+
+
+@nnx.jit
+def _activity(
+  model: TransformerLM, tokens: Int32[Array, "batch seq"]
+) -> tuple[Int32[Array, "layers batch seq"], Int32[Array, "layers d_ff"]]:
+  activity = model(tokens).activity
+  return activity.active, activity.fired
+
+
+def held_out_activity(model: TransformerLM, data: Data) -> list[LayerActivity]:
+  """Activity of every layer over all of the held-out text."""
+  actives, fired = [], jnp.zeros((), jnp.int32)
+  for batch in data.held_out:
+    active, batch_fired = _activity(model, jnp.asarray(batch["inputs"]))
+    # The last batch ends in padding.
+    actives.append(np.asarray(active)[:, batch["weights"] > 0])
+    fired = np.asarray(fired) + np.asarray(batch_fired)
+  return [
+    LayerActivity(
+      mean=float(np.mean(counts)),
+      p50=float(np.percentile(counts, 50)),
+      p95=float(np.percentile(counts, 95)),
+      maximum=int(np.max(counts)),
+      alive_fraction=float(np.mean(layer_fired > 0)),
+    )
+    for counts, layer_fired in zip(np.concatenate(actives, axis=1), fired)
+  ]
+
+
+def _train(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
+  """Trains, or continues where an interrupted quickstart stopped."""
+  saved = training.saved_steps(workdir / "checkpoints")
+  return train.run(
+    config, workdir=workdir, start="resume" if saved else "fresh"
+  )
+
+
+def _twin(config: ConfigDict) -> ConfigDict:
+  twin = config.copy_and_resolve_references()
+  twin.l1.coefficient = 0.0
+  twin.model.implementation = "reference"
+  return twin
+
+
+def _speeds(
+  config: ConfigDict, sparse: train.Run, model: TransformerLM
+) -> list[trained_ffn.Speed]:
+  batches = list(sparse.data.held_out)
+  prefill = _PREFILL_TOKENS.value
+  tokens = trained_ffn.held_out_tokens(batches, tokens=prefill)
+  calls = trained_ffn.layer_calls(model, tokens)
+  return [
+    trained_ffn.forward_speed(
+      calls, tokens=prefill, what=f"FFN forward, prefill of {prefill} tokens"
+    ),
+    *(
+      trained_ffn.forward_speed(
+        calls, tokens=n, what=f"FFN forward, decoding {n} token{'s'[: n > 1]}"
+      )
+      for n in (8, 1)
+    ),
+    trained_ffn.step_speed(
+      train.model_config(config),
+      train.train_options(config),
+      sparse.result.state.params,
+      batches[0],
+      mesh=training.make_mesh(**config.mesh),
+    ),
+  ]
+
+
+def main(argv: list[str]) -> int:
+  """Trains both models and writes the report."""
+  del argv
+  started_s = time.perf_counter()
+  workdir = pathlib.Path(_WORKDIR.value)
+  config = _CONFIG.value
+  if not config.data.cache_dir:
+    config.data.cache_dir = str(workdir / "data")  # one for both models
+  runs = {}
+  for name, run_config in (("sparse", config), ("dense", _twin(config))):
+    print(f"training the {name} model", flush=True)
+    runs[name] = _train(run_config, workdir / name)
+    if runs[name].result.outcome == "interrupted":
+      print("saved; the same command continues from here")
+      return 130
+  sparse = runs["sparse"]
+  print("evaluating and timing", flush=True)
+  models = {
+    name: run.result.model.bind(run.result.state.params)
+    for name, run in runs.items()
+  }
+  figures = {
+    "held_out_loss": {
+      name: training.evaluate(
+        run.result.model, run.result.state.params, run.data.held_out
+      ).loss
+      for name, run in runs.items()
+    },
+    "activity": {
+      name: [layer._asdict() for layer in held_out_activity(model, sparse.data)]
+      for name, model in models.items()
+    },
+    "speed": [
+      {
+        "what": speed.what,
+        "dense_ms": speed.dense.median_ms,
+        "sparse_ms": speed.sparse.median_ms,
+        "ratio": speed.ratio,
+      }
+      for speed in _speeds(config, sparse, models["sparse"])
+    ],
+    "parameters": num_parameters(models["sparse"]),
+    "train_tokens_per_model": config.steps
+    * config.data.batch_size
+    * config.data.seq_len,
+    "corpus_tokens": sparse.data.num_train_tokens,
+    "held_out_tokens": sparse.data.num_held_out_tokens,
+    "held_out_bytes_per_token": sparse.data.held_out_bytes_per_token,
+    "minutes": (time.perf_counter() - started_s) / 60,
+    "config": config.to_dict(),
+    **environment.describe(),
+  }
+  (workdir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
+  path = report.write(
+    figures,
+    records={
+      name: training.read_metrics(workdir / name)
+      for name in ("sparse", "dense")
+    },
+    directory=workdir,
+  )
+  print(path.read_text())
+  print(f"the report with its plots: {path}")
+  return 0
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("workdir")
+  cli.run(main)

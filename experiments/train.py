@@ -1,0 +1,123 @@
+"""Trains a language model from a config file.
+
+    python -m experiments.train --config=configs/quickstart.py --workdir=DIR
+
+Every field of the config can be overridden (--config.steps=100), and --resume
+continues from the latest checkpoint in DIR. Ctrl-C saves and says how.
+"""
+
+import pathlib
+import shlex
+import sys
+from typing import Literal, NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from experiments import cli
+from twell_jax import data as data_lib
+from twell_jax import nn, training
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "What to train: a file of configs/."
+)
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of the checkpoints and metrics of this run."
+)
+_RESUME = flags.DEFINE_bool(
+  "resume", False, "Continue from the latest checkpoint in workdir."
+)
+
+
+class Run(NamedTuple):
+  """A trained model, and the data it was trained on."""
+
+  result: training.TrainResult
+  data: data_lib.Data
+
+
+def model_config(config: ConfigDict) -> nn.TransformerConfig:
+  """The model that a config asks for, checked."""
+  fields = dict(config.model)
+  return nn.TransformerConfig(
+    **fields | {"implementation": fields["implementation"] or None}
+  )
+
+
+def train_options(config: ConfigDict) -> training.TrainOptions:
+  """How the run goes that a config asks for, checked."""
+  return training.TrainOptions(
+    steps=config.steps,
+    seed=config.seed,
+    accumulation_steps=config.accumulation_steps,
+    optimizer=training.OptimizerOptions(**config.optimizer),
+    l1=training.L1Options(**config.l1),
+    log_every_steps=config.log_every_steps,
+    eval_every_steps=config.eval.every_steps,
+    eval_batches=config.eval.batches,
+    checkpoint_every_steps=config.checkpoint.every_steps,
+    keep_checkpoints=config.checkpoint.keep,
+  )
+
+
+def load_data(config: ConfigDict, workdir: pathlib.Path) -> data_lib.Data:
+  """The text that a config asks for, tokenised in the cache."""
+  fields = dict(config.data)
+  cache_dir = fields.pop("cache_dir") or workdir / "data"
+  return data_lib.load_data(
+    **fields,
+    vocab_size=config.model.vocab_size,
+    seed=config.seed,
+    cache_dir=cache_dir,
+  )
+
+
+def run(
+  config: ConfigDict,
+  *,
+  workdir: pathlib.Path,
+  start: Literal["fresh", "resume"] = "fresh",
+) -> Run:
+  """Trains what the config asks for; everything is checked before it is written."""
+  model = model_config(config)
+  options = train_options(config)
+  mesh = training.make_mesh(**config.mesh)
+  training.check_batch_size(
+    config.data.batch_size,
+    mesh=mesh,
+    accumulation_steps=config.accumulation_steps,
+  )
+  data = load_data(config, workdir)
+  result = training.train(
+    model,
+    options,
+    mesh=mesh,
+    batches=iter(data.train),
+    held_out=data.held_out,
+    workdir=workdir,
+    start=start,
+    run_config=config.to_dict(),
+  )
+  return Run(result, data)
+
+
+def main(argv: list[str]) -> int:
+  """Trains as the flags say; the exit code is 130 after an interruption."""
+  start = "resume" if _RESUME.value else "fresh"
+  workdir = pathlib.Path(_WORKDIR.value)
+  result, _ = run(_CONFIG.value, workdir=workdir, start=start)
+  if result.outcome == "interrupted":
+    arguments = [a for a in sys.argv[1:] if a != "--resume"]
+    command = shlex.join(["python", "-m", "experiments.train", *arguments])
+    print(f"saved step {result.step}; continue with\n  {command} --resume")
+    return 130
+  print(
+    f"step {result.step}: held-out loss {result.held_out.loss:.4f},"
+    f" {result.held_out.active_fraction:.2%} of activations active"
+  )
+  return 0
+
+
+if __name__ == "__main__":
+  flags.mark_flags_as_required(["config", "workdir"])
+  cli.run(main)

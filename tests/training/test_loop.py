@@ -1,0 +1,209 @@
+import dataclasses
+import math
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from twell_jax import training
+from twell_jax.nn import Partitioning
+
+STEPS = 12
+OPTIONS = training.TrainOptions(
+  steps=STEPS,
+  optimizer=training.OptimizerOptions(learning_rate=3e-2, warmup_steps=2),
+  l1=training.L1Options(coefficient=1e-3, start_step=2, warmup_steps=4),
+  log_every_steps=1,
+  eval_every_steps=5,
+  checkpoint_every_steps=8,
+)
+
+
+@pytest.fixture
+def run(tmp_path, config, corpus, single_mesh):
+  """Trains the tiny model in a folder of the test's own, by its name."""
+
+  def start(name, *, batches=None, **changes):
+    options = {
+      field.name: changes.pop(field.name)
+      for field in dataclasses.fields(OPTIONS)
+      if field.name in changes
+    }
+    arguments = {"held_out": corpus.held_out, "mesh": single_mesh} | changes
+    return training.train(
+      arguments.pop("config", config),
+      dataclasses.replace(OPTIONS, **options),
+      batches=corpus.batches() if batches is None else batches,
+      workdir=tmp_path / name,
+      **arguments,
+    )
+
+  return start
+
+
+def stop_in(corpus, step):
+  """Input that presses Ctrl-C while the batch of a step is made."""
+  made = []
+
+  def on_batch(batch):
+    made.append(batch)
+    if len(made) == step:
+      signal.raise_signal(signal.SIGINT)
+    return batch
+
+  return corpus.batches(on_batch)
+
+
+def exact(directory, kind="train"):
+  """What must not depend on interruptions: everything but the speed."""
+  records = training.read_metrics(directory, kind=kind)
+  for record in records:
+    record.pop("tokens_per_s", None)
+  return records
+
+
+def test_interrupted_and_resumed_is_the_unbroken_run(run, corpus, tmp_path):
+  whole = run("whole")
+  assert whole.outcome == "finished"
+  assert whole.step == STEPS == len(exact(tmp_path / "whole"))
+
+  broken = run("broken", batches=stop_in(corpus, 6))
+  assert broken.outcome == "interrupted"
+  assert broken.held_out is None
+  assert training.saved_steps(tmp_path / "broken" / "checkpoints") == [6]
+  handler = signal.getsignal(signal.SIGINT)
+  assert handler is signal.default_int_handler
+  resumed = run("broken", start="resume")
+  assert resumed.outcome == "finished"
+
+  # Bit for bit: JSON keeps every digit of a float.
+  assert exact(tmp_path / "broken") == exact(tmp_path / "whole")
+  jax.tree.map(
+    np.testing.assert_array_equal, whole.state.params, resumed.state.params
+  )
+  assert resumed.held_out == whole.held_out
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint(run, corpus, tmp_path):
+  class Killed(Exception):
+    pass
+
+  made = []
+
+  def on_batch(batch):
+    made.append(batch)
+    if len(made) == 11:
+      raise Killed
+    return batch
+
+  with pytest.raises(Killed):
+    run("killed", batches=corpus.batches(on_batch))
+  run("killed", start="resume")
+  run("whole")
+  # Steps 9 and 10 were made twice and are recorded once.
+  assert exact(tmp_path / "killed") == exact(tmp_path / "whole")
+  assert exact(tmp_path / "killed", "held_out") == exact(
+    tmp_path / "whole", "held_out"
+  )
+
+
+def test_records(run, tmp_path):
+  result = run("run", log_every_steps=5)
+  train = training.read_metrics(tmp_path / "run", kind="train")
+  assert [r["step"] for r in train] == [5, 10, 12]
+  for record in train:
+    assert record["tokens_per_s"] > 0
+    assert len(record["active_p95"]) == 2
+    assert 0 < record["active_fraction"] < 1
+    mean_l1 = sum(record["l1"]) / 2
+    expected = record["cross_entropy"] + record["l1_coefficient"] * mean_l1
+    assert record["loss"] == pytest.approx(expected, rel=1e-6)
+  held_out = training.read_metrics(tmp_path / "run", kind="held_out")
+  assert [r["step"] for r in held_out] == [5, 8, 10, 12]
+  assert held_out[-1]["loss"] == result.held_out.loss
+  assert result.held_out.loss < held_out[0]["loss"] < math.log(12) + 0.1
+
+
+def test_the_trained_module_and_its_evaluation(run, corpus, single_mesh):
+  result = run("run", steps=4)
+  again = training.evaluate(result.model, result.state.params, corpus.held_out)
+  assert again == result.held_out
+  first = training.evaluate(
+    result.model, result.state.params, corpus.held_out, max_batches=1
+  )
+  assert first != again
+  batch = next(iter(corpus.held_out))
+  module = result.model.bind(result.state.params)
+  dense = training.abstract_model(
+    dataclasses.replace(result.model.config, implementation="xla"),
+    Partitioning(single_mesh),
+  ).bind(result.state.params)
+  np.testing.assert_allclose(
+    module(batch["inputs"]).logits,
+    dense(batch["inputs"]).logits,
+    rtol=1e-4,
+    atol=1e-5,
+  )
+
+
+def test_a_finished_run_resumes_to_its_result(run, tmp_path):
+  first = run("run", steps=3)
+  records = exact(tmp_path / "run")
+  again = run("run", steps=3, start="resume")
+  assert again.outcome == "finished"
+  assert again.held_out == first.held_out
+  assert exact(tmp_path / "run") == records
+
+
+def test_a_changed_config_is_reported(run, caplog):
+  run("run", steps=3, run_config={"l1": {"coefficient": 0.0}})
+  with caplog.at_level("WARNING"):
+    run("run", steps=3, start="resume", run_config={"l1": {"coefficient": 1.0}})
+  assert "l1.coefficient: 0.0 -> 1.0" in caplog.text
+
+
+def test_fresh_and_resume_are_not_confused(run, tmp_path):
+  with pytest.raises(ValueError, match=r"no checkpoint in .*nowhere"):
+    run("nowhere", start="resume")
+  assert not (tmp_path / "nowhere").exists()
+  run("run", steps=3)
+  with pytest.raises(ValueError, match="already has a checkpoint of step 3"):
+    run("run", steps=3)
+
+
+def test_errors_before_anything_is_written(run, config, tmp_path):
+  with pytest.raises(ValueError, match=r"warmup_steps = 2 .* steps = 2"):
+    run("run", steps=2)
+  mesh = training.make_mesh(data=1, tensor=4)
+  with pytest.raises(ValueError, match="kv_heads = 2 is not divisible"):
+    run("run", mesh=mesh)
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_resuming_with_another_shape(run, config):
+  run("run", steps=3)
+  with pytest.raises(ValueError, match=r"shape \(2, 24, 16\)"):
+    run("run", start="resume", config=dataclasses.replace(config, d_ff=32))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(run, tmp_path):
+  options = training.OptimizerOptions(learning_rate=1e30, warmup_steps=0)
+  with pytest.raises(FloatingPointError, match=r"the loss is .* at step"):
+    run("run", optimizer=options)
+  assert training.saved_steps(tmp_path / "run" / "checkpoints") == []
+
+
+def test_input_that_ends(run, corpus):
+  with pytest.raises(ValueError, match="the input ended after 2 batches"):
+    run("run", batches=iter(corpus.held_out))
+  with pytest.raises(ValueError, match="held-out input has no targets"):
+    run("other", held_out=[])
+
+
+@pytest.mark.parametrize(
+  "name", ["steps", "log_every_steps", "checkpoint_every_steps"]
+)
+def test_options_are_checked(name):
+  with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
+    dataclasses.replace(OPTIONS, **{name: 0})
