@@ -1,4 +1,4 @@
-"""A small sparse language model on the interpreter's own text, in minutes on CPU.
+"""A small sparse language model of the interpreter's own text, for a CPU.
 
     python -m experiments.train --config=configs/quickstart.py --workdir=DIR
     make quickstart      (this model and its dense twin, compared in a report)

@@ -1,6 +1,6 @@
-"""Times the sparse feed-forward layer against the dense one.
+r"""Times the sparse feed-forward layer against the dense one.
 
-    python -m experiments.bench_ffn --d_model 2048 --d_ff 5632 --tokens 512 \\
+    python -m experiments.bench_ffn --d_model 2048 --d_ff 5632 --tokens 512 \
         --active 30 --dtype float32 --mode forward
 
 forward  y of `tokens` tokens
@@ -8,8 +8,8 @@ train    y and the gradients of x and the matrices, for `tokens` tokens
 decode   y of a few new tokens (1 by default), different ones at each call
 
 The layer is random with a given mean number of active neurons per token and
-heavy-tailed firing rates, as trained layers have. Both sides run under jit in one
-process, in turn; the dense layer runs with its kernels [in, out] and, going
+heavy-tailed firing rates, as trained layers have. Both sides run under jit in
+one process, in turn; the dense layer runs with its kernels [in, out] and, going
 forward, also [out, in], and the faster one is the baseline. The last line is
 JSON.
 """
@@ -35,25 +35,6 @@ from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
 _MODES = {"forward": 512, "train": 2048, "decode": 1}
 _DTYPES = ("float32", "bfloat16", "float16")
 _CALLS = 4  # different inputs, used in turn
-
-_D_MODEL = flags.DEFINE_integer("d_model", 2048, "Width of x.", lower_bound=2)
-_D_FF = flags.DEFINE_integer("d_ff", 5632, "Neurons.", lower_bound=1)
-_TOKENS = flags.DEFINE_integer(
-  "tokens", None, f"Tokens of a call; by mode {_MODES}.", lower_bound=1
-)
-_ACTIVE = flags.DEFINE_float(
-  "active", 30.0, "Mean number of active neurons per token.", lower_bound=0.0
-)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", _DTYPES, "Of x and matrices.")
-_MODE = flags.DEFINE_enum("mode", "forward", list(_MODES), "What is timed.")
-_GATED = flags.DEFINE_bool("gated", True, "Whether there is an up projection.")
-_IMPLEMENTATION = flags.DEFINE_enum(
-  "implementation", "xla", sorted(IMPLEMENTATIONS), "The sparse side."
-)
-_MIN_SECONDS = flags.DEFINE_float(
-  "min_seconds", 4.0, "How long to time.", lower_bound=0.0
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the layer and the tokens.")
 
 
 class Layer(NamedTuple):
@@ -116,22 +97,22 @@ def _with_gradients(layer):
   return function
 
 
-def main(argv: list[str]) -> None:
+def main() -> int:
   """Prints a table of times and memory, and the same as JSON."""
-  del argv
-  mode, dtype = _MODE.value, jnp.dtype(_DTYPE.value)
-  tokens = _TOKENS.value or _MODES[mode]
-  rng = np.random.default_rng(_SEED.value)
+  args = flags.FLAGS
+  mode, dtype = args.mode, jnp.dtype(args.dtype)
+  tokens = args.tokens or _MODES[mode]
+  rng = np.random.default_rng(args.seed)
   layer = random_layer(
     rng,
-    d_model=_D_MODEL.value,
-    d_ff=_D_FF.value,
-    active=_ACTIVE.value,
-    gated=_GATED.value,
+    d_model=args.d_model,
+    d_ff=args.d_ff,
+    active=args.active,
+    gated=args.gated,
   )
   layer = jax.tree.map(lambda matrix: matrix.astype(dtype), layer)
   inputs = [
-    random_tokens(rng, tokens=tokens, d_model=_D_MODEL.value).astype(dtype)
+    random_tokens(rng, tokens=tokens, d_model=args.d_model).astype(dtype)
     for _ in range(_CALLS)
   ]
   kernels = DenseKernels(
@@ -139,11 +120,11 @@ def main(argv: list[str]) -> None:
   )
 
   def sparse(x: Array, layer: Layer) -> Array:
-    return sparse_ffn(x, *layer, implementation=_IMPLEMENTATION.value).y
+    return sparse_ffn(x, *layer, implementation=args.implementation).y
 
   if mode == "train":
-    dy = rng.standard_normal(inputs[0].shape, dtype=np.float32)
-    dy = jnp.asarray(dy).astype(dtype)
+    cotangent = rng.standard_normal(inputs[0].shape, dtype=np.float32)
+    dy = jnp.asarray(cotangent).astype(dtype)
     contenders = {
       "dense": timing.contender(
         _with_gradients(dense_ffn), [(x, kernels, dy) for x in inputs]
@@ -163,7 +144,7 @@ def main(argv: list[str]) -> None:
       ),
       "sparse": timing.contender(sparse, [(x, layer) for x in inputs]),
     }
-  times = timing.interleaved(contenders, min_seconds=_MIN_SECONDS.value)
+  times = timing.interleaved(contenders, min_seconds=args.min_seconds)
   active = jnp.mean(
     jnp.stack([sparse_ffn(x, *layer).activity.active for x in inputs]).astype(
       jnp.float32
@@ -174,7 +155,7 @@ def main(argv: list[str]) -> None:
     key=lambda name: times[name].median_ms,
   )
   print(
-    f"{mode}: {tokens} tokens, d_model {_D_MODEL.value}, d_ff {_D_FF.value},"
+    f"{mode}: {tokens} tokens, d_model {args.d_model}, d_ff {args.d_ff},"
     f" {float(active):.1f} active, {dtype}"
   )
   print(f"{'':18}{'median ms':>10}{'quartiles':>20}{'ratio':>8}{'temp MB':>10}")
@@ -191,12 +172,12 @@ def main(argv: list[str]) -> None:
       {
         "mode": mode,
         "tokens": tokens,
-        "d_model": _D_MODEL.value,
-        "d_ff": _D_FF.value,
-        "gated": _GATED.value,
+        "d_model": args.d_model,
+        "d_ff": args.d_ff,
+        "gated": args.gated,
         "active": round(float(active), 2),
         "dtype": dtype.name,
-        "implementation": _IMPLEMENTATION.value,
+        "implementation": args.implementation,
         "dense_layout": "[out, in]" if "[" in best else "[in, out]",
         "dense_ms": round(times[best].median_ms, 4),
         "sparse_ms": round(times["sparse"].median_ms, 4),
@@ -209,7 +190,28 @@ def main(argv: list[str]) -> None:
       }
     )
   )
+  return 0
+
+
+def _define_flags() -> None:
+  flags.DEFINE_integer("d_model", 2048, "Width of x.", lower_bound=2)
+  flags.DEFINE_integer("d_ff", 5632, "Neurons.", lower_bound=1)
+  flags.DEFINE_integer(
+    "tokens", None, f"Tokens of a call; by mode {_MODES}.", lower_bound=1
+  )
+  flags.DEFINE_float(
+    "active", 30.0, "Mean active neurons per token.", lower_bound=0.0
+  )
+  flags.DEFINE_enum("dtype", "float32", _DTYPES, "Of x and the matrices.")
+  flags.DEFINE_enum("mode", "forward", list(_MODES), "What is timed.")
+  flags.DEFINE_bool("gated", True, "Whether there is an up projection.")
+  flags.DEFINE_enum(
+    "implementation", "xla", sorted(IMPLEMENTATIONS), "The sparse side."
+  )
+  flags.DEFINE_float("min_seconds", 4.0, "How long to time.", lower_bound=0.0)
+  flags.DEFINE_integer("seed", 0, "Of the layer and the tokens.")
 
 
 if __name__ == "__main__":
+  _define_flags()
   cli.run(main)

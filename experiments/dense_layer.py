@@ -1,8 +1,8 @@
 """The dense layer that sparse ones are measured against, at its best.
 
-Kernels are [in, out], as a dense layer keeps them. `kept_by_neuron` is the other
-layout, in which products with a single row run faster on some CPUs: benchmarks
-time both and take the faster one for the baseline.
+Kernels are [in, out], as a dense layer keeps them. `dense_ffn_by_neuron` takes
+the other layout, in which products with a single row run faster on some CPUs:
+benchmarks time both and take the faster one for the baseline.
 """
 
 from typing import NamedTuple

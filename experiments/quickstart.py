@@ -11,6 +11,7 @@ interrupted quickstart continues when it is started again.
 import json
 import pathlib
 import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -18,22 +19,12 @@ import numpy as np
 from absl import flags
 from flax import nnx
 from jaxtyping import Array, Int32
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import cli, environment, report, train, trained_ffn
 from twell_jax import training
-from twell_jax.data import Data
 from twell_jax.nn import TransformerLM, num_parameters
-
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", "configs/quickstart.py", "What to train, with L1."
-)
-_WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of both runs and of the report."
-)
-_PREFILL_TOKENS = flags.DEFINE_integer(
-  "prefill_tokens", 2048, "Tokens of a prefill-sized batch.", lower_bound=1
-)
+from twell_jax.training.sharding import HostBatch
 
 
 class LayerActivity(NamedTuple):
@@ -54,10 +45,12 @@ def _activity(
   return activity.active, activity.fired
 
 
-def held_out_activity(model: TransformerLM, data: Data) -> list[LayerActivity]:
+def held_out_activity(
+  model: TransformerLM, held_out: Iterable[HostBatch]
+) -> list[LayerActivity]:
   """Activity of every layer over all of the held-out text."""
   actives, fired = [], jnp.zeros((), jnp.int32)
-  for batch in data.held_out:
+  for batch in held_out:
     active, batch_fired = _activity(model, jnp.asarray(batch["inputs"]))
     # The last batch ends in padding.
     actives.append(np.asarray(active)[:, batch["weights"] > 0])
@@ -92,17 +85,24 @@ def _twin(config: ConfigDict) -> ConfigDict:
 def _speeds(
   config: ConfigDict, sparse: train.Run, model: TransformerLM
 ) -> list[trained_ffn.Speed]:
-  batches = list(sparse.data.held_out)
-  prefill = _PREFILL_TOKENS.value
+  batches = list(sparse.held_out)
+  prefill = flags.FLAGS.prefill_tokens
+  min_seconds = flags.FLAGS.min_seconds
   tokens = trained_ffn.held_out_tokens(batches, tokens=prefill)
   calls = trained_ffn.layer_calls(model, tokens)
   return [
     trained_ffn.forward_speed(
-      calls, tokens=prefill, what=f"FFN forward, prefill of {prefill} tokens"
+      calls,
+      tokens=prefill,
+      what=f"FFN forward, prefill of {prefill} tokens",
+      min_seconds=min_seconds,
     ),
     *(
       trained_ffn.forward_speed(
-        calls, tokens=n, what=f"FFN forward, decoding {n} token{'s'[: n > 1]}"
+        calls,
+        tokens=n,
+        what=f"FFN forward, decoding {n} token{'s'[: n > 1]}",
+        min_seconds=min_seconds,
       )
       for n in (8, 1)
     ),
@@ -112,16 +112,16 @@ def _speeds(
       sparse.result.state.params,
       batches[0],
       mesh=training.make_mesh(**config.mesh),
+      min_seconds=min_seconds,
     ),
   ]
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
   """Trains both models and writes the report."""
-  del argv
   started_s = time.perf_counter()
-  workdir = pathlib.Path(_WORKDIR.value)
-  config = _CONFIG.value
+  workdir = pathlib.Path(flags.FLAGS.workdir)
+  config = flags.FLAGS.config
   if not config.data.cache_dir:
     config.data.cache_dir = str(workdir / "data")  # one for both models
   runs = {}
@@ -140,12 +140,14 @@ def main(argv: list[str]) -> int:
   figures = {
     "held_out_loss": {
       name: training.evaluate(
-        run.result.model, run.result.state.params, run.data.held_out
+        run.result.model, run.result.state.params, run.held_out
       ).loss
       for name, run in runs.items()
     },
     "activity": {
-      name: [layer._asdict() for layer in held_out_activity(model, sparse.data)]
+      name: [
+        layer._asdict() for layer in held_out_activity(model, sparse.held_out)
+      ]
       for name, model in models.items()
     },
     "speed": [
@@ -183,5 +185,13 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+  cli.define_config("configs/quickstart.py", "What to train, with L1.")
+  flags.DEFINE_string("workdir", None, "Where the runs and the report go.")
+  flags.DEFINE_integer(
+    "prefill_tokens", 2048, "Tokens of a prefill-sized batch.", lower_bound=1
+  )
+  flags.DEFINE_float(
+    "min_seconds", 3.0, "How long to time each figure.", lower_bound=0.0
+  )
   flags.mark_flag_as_required("workdir")
   cli.run(main)

@@ -1,4 +1,4 @@
-"""The quickstart's report: Markdown with plots, from its figures and metrics."""
+"""The quickstart's report: Markdown and plots from figures and metrics."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -93,7 +93,8 @@ def _markdown(figures: Mapping[str, Any]) -> str:
     "",
     "## Activity on held-out text",
     "",
-    f"Active neurons per token, of {model['d_ff']}; alive: active on some token.",
+    f"Active neurons per token, of {model['d_ff']}; alive: active at some"
+    " token.",
     "",
     "| layer | sparse: mean | median | p95 | max | alive | dense twin: mean |",
     "|---|---|---|---|---|---|---|",

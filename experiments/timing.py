@@ -37,7 +37,7 @@ def contender(
 def interleaved(
   contenders: Mapping[str, Contender],
   *,
-  min_seconds: float = 3.0,
+  min_seconds: float,
   min_repeats: int = 7,
   warm_up: int = 2,
 ) -> dict[str, Timing]:

@@ -11,29 +11,23 @@ import shlex
 import sys
 from typing import Literal, NamedTuple
 
+import grain
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import cli
 from twell_jax import data as data_lib
 from twell_jax import nn, training
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "What to train: a file of configs/."
-)
-_WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of the checkpoints and metrics of this run."
-)
-_RESUME = flags.DEFINE_bool(
-  "resume", False, "Continue from the latest checkpoint in workdir."
-)
+Start = Literal["fresh", "resume"]
 
 
 class Run(NamedTuple):
-  """A trained model, and the data it was trained on."""
+  """A trained model, and the data it was trained and evaluated on."""
 
   result: training.TrainResult
   data: data_lib.Data
+  held_out: grain.IterDataset
 
 
 def model_config(config: ConfigDict) -> nn.TransformerConfig:
@@ -73,12 +67,9 @@ def load_data(config: ConfigDict, workdir: pathlib.Path) -> data_lib.Data:
 
 
 def run(
-  config: ConfigDict,
-  *,
-  workdir: pathlib.Path,
-  start: Literal["fresh", "resume"] = "fresh",
+  config: ConfigDict, *, workdir: pathlib.Path, start: Start = "fresh"
 ) -> Run:
-  """Trains what the config asks for; everything is checked before it is written."""
+  """Trains what the config asks for; what can be checked is checked first."""
   model = model_config(config)
   options = train_options(config)
   mesh = training.make_mesh(**config.mesh)
@@ -87,7 +78,14 @@ def run(
     mesh=mesh,
     accumulation_steps=config.accumulation_steps,
   )
+  training.check_run(model, options, mesh=mesh, workdir=workdir, start=start)
+  if config.data.held_out_fraction <= 0:
+    raise ValueError(
+      f"data.held_out_fraction = {config.data.held_out_fraction} must be above"
+      " 0: models are evaluated on held-out text"
+    )
   data = load_data(config, workdir)
+  assert data.held_out is not None  # load_data raises if it would be empty
   result = training.train(
     model,
     options,
@@ -98,15 +96,17 @@ def run(
     start=start,
     run_config=config.to_dict(),
   )
-  return Run(result, data)
+  return Run(result, data, data.held_out)
 
 
-def main(argv: list[str]) -> int:
+def main() -> int:
   """Trains as the flags say; the exit code is 130 after an interruption."""
-  start = "resume" if _RESUME.value else "fresh"
-  workdir = pathlib.Path(_WORKDIR.value)
-  result, _ = run(_CONFIG.value, workdir=workdir, start=start)
-  if result.outcome == "interrupted":
+  args = flags.FLAGS
+  start: Start = "resume" if args.resume else "fresh"
+  result = run(
+    args.config, workdir=pathlib.Path(args.workdir), start=start
+  ).result
+  if result.outcome == "interrupted" or result.held_out is None:
     arguments = [a for a in sys.argv[1:] if a != "--resume"]
     command = shlex.join(["python", "-m", "experiments.train", *arguments])
     print(f"saved step {result.step}; continue with\n  {command} --resume")
@@ -119,5 +119,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+  cli.define_config(None, "What to train: a file of configs/.")
+  flags.DEFINE_string("workdir", None, "Where this run writes.")
+  flags.DEFINE_bool("resume", False, "Continue from the latest checkpoint.")
   flags.mark_flags_as_required(["config", "workdir"])
   cli.run(main)

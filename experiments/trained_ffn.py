@@ -1,4 +1,4 @@
-"""What the feed-forward layers of a trained model read, and how fast they are."""
+"""The feed-forward layers of a trained model: what they read, how fast."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 from experiments import timing
 from experiments.dense_layer import (
@@ -74,7 +74,7 @@ class Speed(NamedTuple):
 
 
 def forward_speed(
-  calls: Sequence[LayerCall], *, tokens: int, what: str
+  calls: Sequence[LayerCall], *, tokens: int, what: str, min_seconds: float
 ) -> Speed:
   """Times all the layers, on `tokens` tokens a call.
 
@@ -112,7 +112,8 @@ def forward_speed(
         over_layers(lambda x, w: sparse_ffn(x, *w).y),
         [(xs, layers) for xs in inputs],
       ),
-    }
+    },
+    min_seconds=min_seconds,
   )
   dense = min(times["dense"], times["dense by neuron"])
   return Speed(what, dense, times["sparse"])
@@ -121,10 +122,11 @@ def forward_speed(
 def step_speed(
   config: nn.TransformerConfig,
   options: training.TrainOptions,
-  params: object,
+  params: PyTree[Array],
   batch: HostBatch,
   *,
   mesh: jax.sharding.Mesh,
+  min_seconds: float,
 ) -> Speed:
   """Times a whole update of the trained model, sparse against dense layers."""
   times = timing.interleaved(
@@ -137,12 +139,20 @@ def step_speed(
         mesh=mesh,
       )
       for name, implementation in (("dense", "reference"), ("sparse", "xla"))
-    }
+    },
+    min_seconds=min_seconds,
   )
   return Speed("train step, whole model", times["dense"], times["sparse"])
 
 
-def _updates(config, options, params, batch, *, mesh) -> timing.Contender:
+def _updates(
+  config: nn.TransformerConfig,
+  options: training.TrainOptions,
+  params: PyTree[Array],
+  batch: HostBatch,
+  *,
+  mesh: jax.sharding.Mesh,
+) -> timing.Contender:
   """Updates from the trained parameters, too small to change their activity."""
   model = training.abstract_model(config, nn.Partitioning(mesh))
   still = dataclasses.replace(

@@ -4,9 +4,9 @@
 layer in the dtype of its inputs, differentiated by jax.
 
 The layer has kinks at z = 0 and, in the L1 term, at u = 0, where any rounding
-decides between two gradients. `Case` keeps x and gate integers, and up multiples of
-a power of two, such that every implementation finds the same signs; down and the
-cotangent of y are any numbers of the dtype.
+decides between two gradients. `make_case` keeps x and gate integers, and up
+multiples of a power of two, such that every implementation finds the same
+signs; down and the cotangent of y are any numbers.
 """
 
 from typing import NamedTuple
@@ -49,35 +49,34 @@ class Results(NamedTuple):
 
 
 def make_case(rng, activity, *, tokens, d_model, d_ff) -> Case:
-  """Inputs of the named activity; x[..., -1] times gate[:, -1] is a bias.
+  """Inputs of the named activity, with entries of one size throughout.
 
   Args:
     rng: Where the numbers come from.
     activity: "mixed", half of the neurons at random; "nothing"; "everything";
       "one token", all neurons at one token and none elsewhere; or "heavy tail",
-      firing rates over three decades.
+      firing rates over about three decades.
     tokens: The leading shape of x.
     d_model: Features.
     d_ff: Neurons.
   """
-  x = rng.integers(-2, 3, (*tokens, d_model)).astype(np.float64)
-  gate = rng.integers(-2, 3, (d_ff, d_model)).astype(np.float64)
-  # No product of the other features reaches this bias.
-  decisive = 4 * d_model + 8
-  spread = max(1.0, 2 * np.sqrt(d_model - 1))
-  if activity != "mixed":
-    x[..., -1] = 1
-  if activity == "one token":
-    x[..., -1] = -1
-    if tokens:
-      x[(*(rng.integers(size) for size in tokens), -1)] = 1
-  if activity == "heavy tail":
-    gate[:, -1] = -np.round(spread * rng.uniform(0, 3.5, d_ff))
-  elif activity != "mixed":
-    gate[:, -1] = -decisive if activity == "nothing" else decisive
+  x = rng.integers(1, 3, (*tokens, d_model))
+  gate = rng.integers(1, 3, (d_ff, d_model))
+  if activity == "mixed":
+    x = rng.integers(-2, 3, x.shape)
+    gate = rng.integers(-2, 3, gate.shape)
+  elif activity == "nothing":
+    gate = -gate
+  elif activity == "one token":
+    flat = -x.reshape(-1, d_model)
+    flat[rng.integers(flat.shape[0])] *= -1
+    x = flat.reshape(x.shape)
+  elif activity == "heavy tail":
+    mean = -rng.uniform(0, 4, (d_ff, 1)) / np.sqrt(d_model)
+    gate = np.round(rng.normal(mean, 1.2, gate.shape))
   return Case(
-    x=x,
-    gate=gate,
+    x=x.astype(np.float64),
+    gate=gate.astype(np.float64),
     up=rng.integers(-8, 9, (d_ff, d_model)) / 64,
     down=rng.normal(size=(d_ff, d_model)) / 16,
     dy=rng.normal(size=x.shape) / 16,
@@ -129,6 +128,4 @@ def plain_results(case: Case) -> Results:
   dx, dgate, dup, ddown = vjp((case.dy, jnp.full_like(l1, L1_WEIGHT)))
   z = case.x @ case.gate.T
   fired = jnp.sum(z > 0, axis=tuple(range(z.ndim - 1)))
-  return Results(
-    y, l1, jnp.sum(z > 0, axis=-1), fired, dx, dgate, dup, ddown
-  )
+  return Results(y, l1, jnp.sum(z > 0, axis=-1), fired, dx, dgate, dup, ddown)

@@ -53,7 +53,7 @@ def corpus():
   """Input and held-out batches of 8 sequences, without threads."""
   rng = np.random.default_rng(0)
   # Counting with skips: something to learn.
-  text = np.cumsum(rng.integers(1, 3, (72, SEQ + 1)), 1) % VOCABULARY
+  text = np.cumsum(rng.integers(1, 3, (80, SEQ + 1)), 1) % VOCABULARY
   examples = [
     {
       "inputs": row[:-1].astype(np.int32),
@@ -64,13 +64,13 @@ def corpus():
   ]
 
   def batches(on_batch=lambda batch: batch):
-    dataset = grain.MapDataset.source(examples[8:]).seed(0).shuffle().repeat()
+    dataset = grain.MapDataset.source(examples[16:]).seed(0).shuffle().repeat()
     dataset = dataset.batch(8).map(on_batch)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
   held_out = (
-    grain.MapDataset.source(examples[:8])
-    .batch(4)
+    grain.MapDataset.source(examples[:16])
+    .batch(8)
     .to_iter_dataset(grain.ReadOptions(num_threads=0))
   )
   return types.SimpleNamespace(batches=batches, held_out=held_out)

@@ -126,7 +126,7 @@ def test_records(run, tmp_path):
 
 
 def test_the_trained_module_and_its_evaluation(run, corpus, single_mesh):
-  result = run("run", steps=4)
+  result = run("run", steps=3)
   again = training.evaluate(result.model, result.state.params, corpus.held_out)
   assert again == result.held_out
   first = training.evaluate(

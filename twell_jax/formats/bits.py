@@ -1,4 +1,4 @@
-"""Activity patterns as bit words: which neurons are active, and the n-th of them.
+"""Activity patterns as bit words: which neurons are active, and the n-th one.
 
 The pattern of R rows with C columns is kept as uint32 words [R, ceil(C / 32)]
 and the running count of active columns after each word. Rank → column is then a

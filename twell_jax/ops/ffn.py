@@ -36,11 +36,11 @@ def sparse_ffn(
   Values and gradients are those of the dense layer for every input, whatever
   share of the neurons is active; products are accumulated in at least float32.
   A neuron is active at a token if its gate is positive or NaN. A token whose x
-  is not finite has a non-finite y, as in the dense gated layer, and no effect on
-  other tokens. One thing differs: a dense layer makes 0 · ∞ = NaN of an infinite
-  u at a silent neuron, which is skipped here. Infinities and NaN among the
-  parameters or the cotangents spread at least to the active neurons and at most
-  as far as in the dense layer.
+  is not finite has a non-finite y wherever the dense layer's is, and no effect
+  on other tokens. One thing differs: a dense layer makes 0 · ∞ = NaN of an
+  infinite u at a silent neuron, which is skipped here. Infinities and NaN among
+  the parameters or the cotangents spread at least to the active neurons and at
+  most as far as in the dense layer.
 
   Works under jit, grad, vmap, scan and remat; leading axes of x cost less than
   vmap. Forward-mode differentiation is not defined.
@@ -78,16 +78,17 @@ def sparse_ffn(
   return FFNOutput(y.reshape(x.shape), activity._replace(active=active))
 
 
-def _check_arguments(x: Array, gate: Array, up: Array | None, down: Array):
+def _check_arguments(
+  x: Array, gate: Array, up: Array | None, down: Array
+) -> None:
   if x.ndim == 0 or x.shape[-1] == 0 or gate.ndim != 2 or gate.shape[0] == 0:
     raise ValueError(
       f"x {x.shape} and gate {gate.shape} must be [..., d_model] and [d_ff,"
       " d_model] with sizes of at least 1"
     )
   expected = (gate.shape[0], x.shape[-1])
-  for name, matrix in (("gate", gate), ("up", up), ("down", down)):
-    if matrix is None and name == "up":
-      continue
+  matrices = {"gate": gate, "down": down} | ({} if up is None else {"up": up})
+  for name, matrix in matrices.items():
     if matrix.shape != expected:
       raise ValueError(
         f"{name} has shape {matrix.shape} but must be [d_ff, d_model] ="
@@ -139,7 +140,7 @@ def _ffn_forward(module, x, gate, up, down):
   return _spread_broken(output, x, up), (kept, x, gate, up, down)
 
 
-def _ffn_backward(module, residuals, cotangents: FFNOutput):
+def _ffn_backward(module, residuals, cotangents):
   dl1 = cotangents.activity.l1
   return tuple(module.backward(*residuals, cotangents.y, dl1))
 

@@ -1,7 +1,7 @@
-"""Products with gathered rows of a matrix, written so that XLA fuses the gather.
+"""Products with gathered rows of a matrix, in a form whose gathers XLA fuses.
 
-Both read `matrix[rows[t, s]]` for the slots s of the vectors t of a tile, without
-storing those rows anywhere, and accumulate in at least float32.
+Both read `matrix[rows[t, s]]` for the slots s of the vectors t of a tile,
+without storing those rows anywhere, and accumulate in at least float32.
 """
 
 import jax.numpy as jnp
@@ -10,6 +10,11 @@ from jaxtyping import Array, Float, Int32
 
 # Callers' indices are in range by construction.
 _TRUSTED = "promise_in_bounds"
+
+
+def accumulation_dtype(dtype: jnp.dtype) -> jnp.dtype:
+  """float32 for 16-bit and float32 numbers, float64 for float64."""
+  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def add_rows(
@@ -42,7 +47,7 @@ def row_dots(
   a product with ones finishes the sum, which XLA:CPU does not vectorise inside
   a fusion.
   """
-  dtype = jnp.promote_types(vectors.dtype, jnp.float32)
+  dtype = accumulation_dtype(vectors.dtype)
   tile, slots = rows.shape
   width = vectors.shape[1]
   lanes = _slice_width(width)
@@ -57,7 +62,7 @@ def row_dots(
 
 
 def _slice_width(width: int) -> int:
-  """At most 16 slices of at least 32 numbers, equal ones where that is possible."""
+  """At most 16 slices of at least 32 numbers, equal ones where possible."""
   least = max(32, -(-width // 16))
   for lanes in range(least, 2 * least):
     if width % lanes == 0:

@@ -44,7 +44,7 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-  """Cotangents of the inputs; `up` is None for a layer without up projection."""
+  """Cotangents of the inputs; `up` is None for a layer without one."""
 
   x: Float[Array, "tokens d_model"]
   gate: Float[Array, "d_ff d_model"]

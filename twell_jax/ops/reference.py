@@ -20,7 +20,7 @@ def forward(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
 ) -> FFNOutput:
-  """y = (relu(x gateᵀ) ⊙ x upᵀ) down, and the activity of the call."""
+  """Y = (relu(x gateᵀ) ⊙ x upᵀ) down, and the activity of the call."""
   return forward_with_residuals(x, gate, up, down).output
 
 
@@ -47,14 +47,14 @@ def forward_with_residuals(
 def per_neuron(
   x: Float[Array, "tokens d_model"], matrix: Float[Array, "d_ff d_model"]
 ) -> Float[Array, "tokens d_ff"]:
-  """x matrixᵀ. For a single token XLA:CPU would really transpose a `.T`."""
+  """X matrixᵀ. For a single token XLA:CPU would really transpose a `.T`."""
   return lax.dot_general(x, matrix, (((1,), (1,)), ((), ())))
 
 
 def hidden(
   z: Float[Array, "tokens d_ff"], u: Float[Array, "tokens d_ff"] | None
 ) -> Float[Array, "tokens d_ff"]:
-  """h = relu(z) ⊙ u, the input of the down projection.
+  """H = relu(z) ⊙ u, the input of the down projection.
 
   relu keeps NaN, and a silent neuron gives 0 whatever its u.
   """

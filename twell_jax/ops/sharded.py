@@ -1,9 +1,9 @@
 """`sparse_ffn` on a mesh: tokens split over some axes, neurons over another.
 
-The layer is linear in its neurons once the gate is known, so a slice of neurons
-gives its part of y from its own rows of the three matrices, and the parts add up.
-Each device runs the op on what it holds (the custom_vjp is inside the shard_map);
-the collectives are one sum of y over the neuron axis, and those of the activity.
+Every neuron adds its own part to y, so a slice of neurons makes a part of y
+from its own rows of the three matrices, and the parts add up. Each device runs
+the op on what it holds (the custom_vjp is inside the shard_map); the
+collectives are one sum of y over the neuron axis, and those of the activity.
 """
 
 import functools
@@ -35,8 +35,8 @@ def sharded_sparse_ffn(
     gate: Gate matrix, its neurons (rows) split over `neuron_axis`.
     up: Up matrix, split likewise, or None for the non-gated layer.
     down: Down matrix, split likewise.
-    mesh: The device mesh; its other axes compute the same thing. On axes of type
-      Explicit the arguments must already be split so (`jax.reshard`).
+    mesh: The device mesh; its other axes compute the same thing. On axes of
+      type Explicit the arguments must already be split so (`jax.reshard`).
     token_axes: Mesh axes that split the tokens.
     neuron_axis: Mesh axis that splits the neurons.
     implementation: As in `sparse_ffn`.
@@ -75,30 +75,22 @@ def sharded_sparse_ffn(
     y, activity = sparse_ffn(x, gate, up, down, implementation=implementation)
     over_neurons = functools.partial(lax.psum, axis_name=neuron_axis)
     over_tokens = functools.partial(lax.psum, axis_name=token_axes)
-    return FFNOutput(
-      y=over_neurons(y),
-      activity=Activity(
-        l1=lax.pmean(over_neurons(activity.l1), token_axes),
-        active=over_neurons(activity.active),
-        fired=over_tokens(activity.fired),
-        overflowed=over_tokens(over_neurons(activity.overflowed)),
-      ),
+    # In the order of Activity's fields.
+    return (
+      over_neurons(y),
+      lax.pmean(over_neurons(activity.l1), token_axes),
+      over_neurons(activity.active),
+      over_tokens(activity.fired),
+      over_tokens(over_neurons(activity.overflowed)),
     )
 
-  return jax.shard_map(
+  y, *activity = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(rows, neurons, None if up is None else neurons, neurons),
-    out_specs=FFNOutput(
-      y=rows,
-      activity=Activity(
-        l1=PartitionSpec(),
-        active=rows,
-        fired=neurons,
-        overflowed=PartitionSpec(),
-      ),
-    ),
+    out_specs=(rows, PartitionSpec(), rows, neurons, PartitionSpec()),
     # The loops of an implementation carry values that vary over the mesh from
     # constants that do not; every output above is reduced explicitly.
     check_vma=False,
   )(x, gate, up, down)
+  return FFNOutput(y, Activity(*activity))

@@ -6,7 +6,12 @@ from twell_jax.training.checkpointing import (
   saved_steps,
 )
 from twell_jax.training.evaluation import HeldOut, evaluate
-from twell_jax.training.loop import TrainOptions, TrainResult, train
+from twell_jax.training.loop import (
+  TrainOptions,
+  TrainResult,
+  check_run,
+  train,
+)
 from twell_jax.training.metrics import (
   MetricsWriter,
   StepSummary,
@@ -47,6 +52,7 @@ __all__ = [
   "abstract_model",
   "abstract_state",
   "check_batch_size",
+  "check_run",
   "coefficient_from_published",
   "config_differences",
   "evaluate",

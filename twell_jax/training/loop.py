@@ -106,6 +106,25 @@ class TrainResult(NamedTuple):
   held_out: HeldOut | None
 
 
+def check_run(
+  config: TransformerConfig,
+  options: TrainOptions,
+  *,
+  mesh: Mesh,
+  workdir: str | os.PathLike[str],
+  start: Literal["fresh", "resume"] = "fresh",
+) -> None:
+  """Checks what `train` can know before there are data; writes nothing.
+
+  Raises:
+    ValueError: A mesh that does not divide the model, a warm-up that does not
+      end, or a start that does not fit the checkpoints in workdir.
+  """
+  _check_start(pathlib.Path(workdir), start)
+  abstract_model(config, Partitioning(mesh))
+  learning_rate_schedule(options.optimizer, steps=options.steps)
+
+
 def train(
   config: TransformerConfig,
   options: TrainOptions,

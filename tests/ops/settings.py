@@ -1,0 +1,57 @@
+"""Every way in which the op can be computed, compiled once for all tests."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from tests.ops.dense_layer import L1_WEIGHT, Case, Results, plain_results
+from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """An implementation, and the branch that it is made to take.
+
+  `sparse_share` is the share of dense work up to which the xla implementation
+  takes its sparse branch; None leaves it as it is. It counts while a function
+  is traced.
+  """
+
+  implementation: str
+  sparse_share: float | None = None
+
+  def __call__(self, x, gate, up, down):
+    """The op, for a function that is compiled for this setting only."""
+    return sparse_ffn(x, gate, up, down, implementation=self.implementation)
+
+
+# "xla" alone takes the branch that the inputs ask for. 128 times the dense work
+# is more than one token's one neuron makes of a step.
+SETTINGS = {name: Setting(name) for name in IMPLEMENTATIONS} | {
+  "xla-sparse": Setting("xla", 128.0),
+  "xla-dense": Setting("xla", 0.0),
+}
+
+
+def results(case: Case, op) -> Results:
+  """Everything that is compared, by the op."""
+
+  def differentiated(*inputs):
+    y, activity = op(*inputs)
+    return (y, activity.l1), activity
+
+  inputs = (case.x, case.gate, case.up, case.down)
+  (y, l1), vjp, activity = jax.vjp(differentiated, *inputs, has_aux=True)
+  dx, dgate, dup, ddown = vjp((case.dy, jnp.full_like(l1, L1_WEIGHT)))
+  return Results(y, l1, activity.active, activity.fired, dx, dgate, dup, ddown)
+
+
+@functools.cache
+def results_of(setting: Setting):
+  """`results` compiled, by case; to be traced with the setting in force."""
+  return jax.jit(lambda case: results(case, setting))
+
+
+results_of_plain = jax.jit(plain_results)

@@ -1,0 +1,494 @@
+"""What holds for every implementation of the op, whichever branch it takes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from tests.ops import dense_layer
+from tests.ops.dense_layer import L1_WEIGHT, Results, make_case, oracle
+from tests.ops.settings import (
+  SETTINGS,
+  results,
+  results_of,
+  results_of_plain,
+)
+from twell_jax.ops import sparse_ffn
+
+ACTIVITIES = ("mixed", "nothing", "everything", "one token", "heavy tail")
+FLOATING = ("y", "l1", "dx", "dgate", "dup", "ddown")
+GRADIENTS = ("dx", "dgate", "dup", "ddown")
+
+# One size serves most tests, so that it is compiled once.
+SIZE = {"tokens": (65,), "d_model": 33, "d_ff": 100}
+
+
+class Spread(NamedTuple):
+  """Errors of many numbers, in units of the rounding of the output."""
+
+  largest: float
+  rms: float
+
+
+def spread(pairs, dtype) -> Spread:
+  """Of (actual, expected) pairs, each in units of its own scale."""
+  unit = float(jnp.finfo(dtype).eps)
+  largest, squares = [], []
+  for actual, expected in pairs:
+    error = np.abs(np.asarray(actual, np.float64) - expected).ravel()
+    if not expected.any():
+      assert not error.any()
+      continue
+    largest.append(error.max() / np.abs(expected).max())
+    squares.append(np.mean(error**2) / np.mean(expected**2))
+  return Spread(max(largest) / unit, np.sqrt(np.mean(squares)) / unit)
+
+
+def assert_no_worse(ours: Spread, dense: Spread, name: str):
+  assert ours.rms <= max(1.5 * dense.rms, 1), (name, ours, dense)
+  assert ours.largest <= max(1.5 * dense.largest, 2), (name, ours, dense)
+
+
+def assert_no_less_exact_than_dense(cases, setting, dtype):
+  """Errors of at most 1.5 × those of the plain layer, or a rounding unit.
+
+  They are taken over all cases, and the largest may be two units: the largest
+  of few errors is a matter of luck.
+  """
+  runs = [
+    (oracle(case), results_of(setting)(case), results_of_plain(case))
+    for case in cases
+  ]
+  for expected, actual, _ in runs:
+    np.testing.assert_array_equal(actual.active, expected.active)
+    np.testing.assert_array_equal(actual.fired, expected.fired)
+    assert actual.active.dtype == actual.fired.dtype == jnp.int32
+    assert actual.y.shape == expected.y.shape
+    assert (actual.l1.dtype, actual.l1.shape) == (jnp.float32, ())
+  for name in FLOATING:
+    triples = [[getattr(result, name) for result in run] for run in runs]
+    if triples[0][0] is None:
+      assert all(actual is None for _, actual, _ in triples)
+      continue
+    if name != "l1":
+      assert triples[0][1].dtype == dtype
+    ours = spread([(actual, exact) for exact, actual, _ in triples], dtype)
+    dense = spread([(plain, exact) for exact, _, plain in triples], dtype)
+    assert_no_worse(ours, dense, name)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "gated"),
+  [
+    (jnp.float32, True),
+    (jnp.float32, False),
+    (jnp.bfloat16, True),
+    (jnp.bfloat16, False),
+    (jnp.float16, True),
+  ],
+)
+def test_no_less_exact_than_dense(setting, dtype, gated, rng):
+  cases = [
+    make_case(rng, activity, **SIZE).as_dtype(dtype)
+    for activity in ACTIVITIES * 3
+  ]
+  if not gated:
+    cases = [case.without_up() for case in cases]
+  assert_no_less_exact_than_dense(cases, setting, dtype)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "d_model", "d_ff", "dtype", "gated"),
+  [
+    ((), 33, 256, jnp.bfloat16, True),
+    ((2, 3), 1, 100, jnp.float32, True),
+    ((1,), 192, 1, jnp.float32, False),
+    ((7,), 33, 100, jnp.float16, False),
+    ((300,), 192, 256, jnp.float32, True),
+  ],
+)
+def test_sizes(setting, tokens, d_model, d_ff, dtype, gated, rng):
+  cases = [
+    make_case(rng, activity, tokens=tokens, d_model=d_model, d_ff=d_ff)
+    for activity in ACTIVITIES * (1 if tokens == (300,) else 4)
+  ]
+  cases = [case.as_dtype(dtype) for case in cases]
+  if not gated:
+    cases = [case.without_up() for case in cases]
+  assert_no_less_exact_than_dense(cases, setting, dtype)
+
+
+@pytest.mark.parametrize("tokens", [(0,), (2, 0, 3)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_no_tokens(setting, tokens, gated, rng):
+  case = make_case(rng, "mixed", tokens=tokens, d_model=3, d_ff=5)
+  case = case.as_dtype(jnp.bfloat16)
+  case = case if gated else case.without_up()
+  actual = results_of(setting)(case)
+  jax.tree.map(np.testing.assert_array_equal, actual, oracle(case))
+  assert actual.y.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_float64(setting, gated, rng):
+  # A power of two, which divides the float32 cotangent of l1 exactly.
+  case = make_case(rng, "heavy tail", tokens=(8,), d_model=33, d_ff=100)
+  case = case if gated else case.without_up()
+  with jax.enable_x64(True):
+    actual = results_of(setting)(case)
+  assert actual.y.dtype == actual.dx.dtype == jnp.float64
+  for name in FLOATING:
+    exact = getattr(oracle(case), name)
+    if exact is not None:
+      # l1 is float32.
+      tolerance = 1e-6 if name == "l1" else 1e-13
+      np.testing.assert_allclose(
+        getattr(actual, name),
+        exact,
+        rtol=0,
+        atol=tolerance * np.abs(exact).max(),
+        err_msg=name,
+      )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_check_grads(setting, gated, rng):
+  # A sign for each token and each neuron: z is far from its kink.
+  case = make_case(rng, "everything", tokens=(7,), d_model=5, d_ff=12)
+  signs = rng.choice([-1, 1], (7, 1)), rng.choice([-1, 1], (12, 1))
+  inputs = [case.x * signs[0], case.gate * signs[1], case.up, case.down]
+  if not gated:
+    inputs[2] = None
+  with jax.enable_x64(True):
+    f = jax.jit(lambda *inputs: setting(*inputs).y)
+    check_grads(f, inputs, order=1, modes=["rev"])
+
+
+def test_settings_take_their_branches(rng):
+  # Sums in another order are other float32 numbers.
+  case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
+  with pytest.MonkeyPatch.context() as patch:
+    outputs = {}
+    for name, share in (("xla-sparse", 128.0), ("xla-dense", 0.0)):
+      patch.setattr(
+        "twell_jax.ops.xla._SPARSE_LIMIT", dict.fromkeys((2, 4, 8), share)
+      )
+      outputs[name] = np.asarray(results_of(SETTINGS[name])(case).y)
+  assert (outputs["xla-sparse"] != outputs["xla-dense"]).any()
+  np.testing.assert_array_equal(
+    results_of(SETTINGS["xla"])(case).y, outputs["xla-dense"]
+  )
+
+
+def test_real_numbers(setting, rng):
+  """Inputs without structure: y and l1 have no jumps, gradients few."""
+  case = make_case(rng, "mixed", **SIZE)
+  shapes = jax.tree.map(np.shape, case, is_leaf=lambda leaf: leaf is not None)
+  cases = [
+    type(case)(*(rng.normal(size=shape) for shape in shapes)).as_dtype(
+      jnp.float32
+    )
+    for _ in range(3)
+  ]
+  runs = [
+    (oracle(case), results_of(setting)(case), results_of_plain(case))
+    for case in cases
+  ]
+  for name in ("y", "l1"):
+    triples = [[getattr(result, name) for result in run] for run in runs]
+    ours = spread([pair[1::-1] for pair in triples], jnp.float32)
+    dense = spread([pair[2::-2] for pair in triples], jnp.float32)
+    assert_no_worse(ours, dense, name)
+
+
+def test_two_calls_give_the_same_bits(setting, rng):
+  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  first, second = results_of(setting)(case), results_of(setting)(case)
+  jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_non_finite_token(setting, gated, bad, rng):
+  for activity in ("mixed", "nothing", "heavy tail"):
+    case = make_case(rng, activity, **SIZE).as_dtype(jnp.float32)
+    case = case if gated else case.without_up()
+    token = rng.integers(65)
+    x = case.x.copy()
+    x[token, rng.integers(33)] = bad
+    clean = results_of(setting)(case)
+    actual = results_of(setting)(case._replace(x=x))
+    with np.errstate(invalid="ignore"):
+      plain = results_of_plain(case._replace(x=x))
+
+    finite = np.isfinite(actual.y[token])
+    np.testing.assert_array_equal(finite, np.isfinite(plain.y[token]))
+    if gated:
+      assert not finite.any()
+    others = np.arange(65) != token
+    for name in ("y", "dx", "active"):
+      array, expected = getattr(actual, name), getattr(clean, name)
+      # All neurons of one token more may change the branch, and then the
+      # order of sums.
+      scale = np.abs(np.asarray(expected)).max()
+      tolerance = 1e-5 * scale if activity == "heavy tail" else 0.0
+      np.testing.assert_allclose(
+        array[others], expected[others], rtol=0, atol=tolerance, err_msg=name
+      )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("field", ["gate", "up", "down", "dy"])
+def test_non_finite_parameters_and_cotangents(setting, field, bad, rng):
+  for index in (0, 3):
+    case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+    array = getattr(case, field).copy()
+    array[index, 5] = bad
+    case = case._replace(**{field: array})
+    actual, plain = results_of(setting)(case), results_of_plain(case)
+    # At most as far as in the dense layer.
+    for name in ("y", "l1", *GRADIENTS):
+      finite = np.isfinite(getattr(actual, name))
+      assert finite[np.isfinite(getattr(plain, name))].all(), name
+    # At least to what is active.
+    z = case.x @ case.gate[index]
+    if field == "dy":
+      assert not np.isfinite(actual.ddown[actual.fired > 0, 5]).all()
+    else:
+      active = (z > 0) | np.isnan(z)
+      broken = ~np.isfinite(actual.y)
+      columns = slice(5, 6) if field == "down" else slice(None)
+      assert broken[active, columns].all()
+
+
+def test_an_infinite_u_at_a_silent_neuron_is_skipped(setting, rng):
+  case = make_case(rng, "one token", **SIZE).as_dtype(jnp.float32)
+  expected = oracle(case)
+  token = int(np.argmax(expected.active))
+  # Of this sign, u is zero at the active token and infinite at the others.
+  x, up = case.x.copy(), case.up.copy()
+  x[:, 0] = -2
+  x[token, 0] = 0
+  up[:, 0] = 3e38
+  assert not np.isfinite(x @ up.T)[np.arange(65) != token].any()
+  actual = results_of(setting)(case._replace(x=x, up=up))
+  expected = oracle(case._replace(x=x, up=up))
+  np.testing.assert_array_equal(actual.active, expected.active)
+  for name in ("y", "l1", "dgate", "ddown"):
+    exact = getattr(expected, name)
+    np.testing.assert_allclose(
+      getattr(actual, name), exact, rtol=0, atol=1e-5 * np.abs(exact).max()
+    )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_negative_zeros_are_silent(setting, gated, rng):
+  case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
+  case = case if gated else case.without_up()
+  actual = results_of(setting)(case._replace(x=np.full_like(case.x, -0.0)))
+  for name in ("y", "l1", "active", "fired", "dx", "dgate"):
+    assert not np.any(getattr(actual, name)), name
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_subnormal_gates(setting, dtype, rng):
+  """Those of bfloat16 may be flushed; those of float16 are numbers."""
+  case = make_case(rng, "mixed", **SIZE).as_dtype(dtype)
+  least = float(jnp.finfo(dtype).smallest_normal)
+  gate = (case.gate.astype(np.float64) * least / 64).astype(dtype)
+  assert gate.any()
+  case = case._replace(gate=gate)
+  actual, exact = results_of(setting)(case), oracle(case)
+  plain = results_of_plain(case)
+  # The least number there is: of h, and of y where the sum is as small.
+  unit = float(jnp.finfo(dtype).smallest_subnormal)
+  for name in ("y", "ddown"):
+    ours, dense = (
+      np.abs(np.asarray(getattr(result, name), np.float64) - wanted).max()
+      for result in (actual, plain)
+      for wanted in [getattr(exact, name)]
+    )
+    assert ours <= max(1.5 * dense, 4 * unit), name
+  if dtype == jnp.float16:
+    np.testing.assert_array_equal(actual.active, exact.active)
+
+
+def test_vmap(setting, rng):
+  size = {"tokens": (7,), "d_model": 33, "d_ff": 100}
+  cases = [
+    make_case(rng, activity, **size).as_dtype(jnp.float32)
+    for activity in ("heavy tail", "everything", "nothing")
+  ]
+  stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *cases)
+
+  @jax.jit
+  def both(stacked):
+    everything = jax.vmap(lambda case: results(case, setting))(stacked)
+    first = jax.tree.map(lambda array: array[0], stacked)
+    weights = (first.gate, first.up, first.down)
+    return everything, jax.vmap(lambda x: setting(x, *weights).y)(stacked.x)
+
+  everything, tokens = both(stacked)
+  for index, case in enumerate(cases):
+    one = [None if array is None else array[index] for array in everything]
+    assert_close(Results(*one), oracle(case))
+    exact = oracle(cases[0]._replace(x=case.x)).y
+    atol = 1e-5 * np.abs(exact).max()
+    np.testing.assert_allclose(tokens[index], exact, rtol=0, atol=atol)
+
+
+def assert_close(actual: Results, expected: Results, *, tolerance=1e-5):
+  """Equal within a tolerance relative to the largest number."""
+  for name, exact in expected._asdict().items():
+    if exact is None:
+      continue
+    np.testing.assert_allclose(
+      getattr(actual, name),
+      exact,
+      rtol=0,
+      atol=tolerance * np.abs(exact).max(),
+      err_msg=name,
+    )
+
+
+def test_scan_over_layers_and_remat(setting, rng):
+  """Two layers in a chain, in float64, where rounding decides no sign."""
+  x = rng.normal(size=(7, 33))
+  layers = [rng.normal(size=(2, 100, 33)) / 6 for _ in range(3)]
+
+  def loss(x, layers, layer, wrap):
+    def step(x, layer_weights):
+      y, l1 = layer(x, *layer_weights)
+      return x + y, l1
+
+    x, l1 = jax.lax.scan(wrap(step), x, tuple(layers))
+    return jnp.sum(x**2) / 100 + jnp.mean(l1).astype(x.dtype)
+
+  def ours(x, *weights):
+    y, activity = setting(x, *weights)
+    return y, activity.l1
+
+  with jax.enable_x64(True):
+    grad = jax.value_and_grad(loss, (0, 1))
+    exact = jax.jit(lambda *a: grad(*a, dense_layer.plain, lambda f: f))(
+      x, layers
+    )
+    kept = jax.jit(lambda *a: grad(*a, ours, lambda f: f))(x, layers)
+    again = jax.jit(lambda *a: grad(*a, ours, jax.checkpoint))(x, layers)
+  for actual in (kept, again):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(
+        a, b, rtol=0, atol=1e-6 * np.abs(b).max()
+      ),
+      actual,
+      exact,
+    )
+
+
+def test_auxiliary_outputs(rng):
+  """The activity is an auxiliary output of a loss, and l1 may be alone."""
+  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  inputs = (case.x, case.gate, case.up, case.down)
+
+  @jax.jit
+  def penalty(*inputs):
+    def loss(*inputs):
+      activity = sparse_ffn(*inputs).activity
+      return L1_WEIGHT * activity.l1, activity
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)(*inputs)
+
+  (value, activity), gradients = penalty(*inputs)
+  expected = oracle(case._replace(dy=np.zeros_like(case.dy)))
+  np.testing.assert_allclose(value, L1_WEIGHT * expected.l1, rtol=1e-5)
+  np.testing.assert_array_equal(activity.active, expected.active)
+  np.testing.assert_array_equal(activity.fired, expected.fired)
+  assert activity.overflowed.dtype == jnp.int32
+  assert activity.overflowed == 0
+  for name, actual in zip(GRADIENTS, gradients):
+    exact = getattr(expected, name)
+    np.testing.assert_allclose(
+      actual, exact, rtol=0, atol=1e-5 * np.abs(exact).max(), err_msg=name
+    )
+
+
+def test_traced_once_for_all_inputs_of_a_shape(rng):
+  traces = []
+
+  @jax.jit
+  def f(*inputs):
+    traces.append(None)
+    return sparse_ffn(*inputs)
+
+  for activity in ACTIVITIES:
+    case = make_case(rng, activity, tokens=(2, 3), d_model=4, d_ff=5)
+    case = case.as_dtype(jnp.float32)
+    f(case.x, case.gate, case.up, case.down)
+  assert len(traces) == 1
+  # Another shape of the same number of tokens is another trace, no more.
+  f(case.x.reshape(6, 4), case.gate, case.up, case.down)
+  assert len(traces) == 2
+
+
+def test_no_forward_mode():
+  x, weights = jnp.ones((2, 3)), [jnp.ones((4, 3))] * 3
+  with pytest.raises(TypeError, match="custom_vjp"):
+    jax.jvp(lambda x: sparse_ffn(x, *weights).y, (x,), (x,))
+
+
+def test_default_implementation(rng):
+  case = make_case(rng, "mixed", tokens=(3,), d_model=4, d_ff=5)
+  inputs = case.as_dtype(jnp.float32)[:4]
+  np.testing.assert_array_equal(
+    sparse_ffn(*inputs).y, sparse_ffn(*inputs, implementation="xla").y
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (
+      {"implementation": "cuda"},
+      r"implementation='cuda' is unknown: use one of \['reference', 'xla'\]",
+    ),
+    ({"x": np.zeros(())}, r"x \(\) and gate \(5, 4\) must be \[..., d_model\]"),
+    ({"x": np.zeros((3, 0))}, r"x \(3, 0\) and .* sizes of at least 1"),
+    ({"gate": np.zeros((0, 4))}, r"gate \(0, 4\) must be .* at least 1"),
+    ({"gate": np.zeros(4)}, r"gate \(4,\) must be .* \[d_ff, d_model\]"),
+    (
+      {"x": np.zeros((3, 6))},
+      r"gate has shape \(5, 4\) but must be \[d_ff, d_model\] = \(5, 6\)",
+    ),
+    (
+      {"up": np.zeros((4, 5))},
+      r"up has shape \(4, 5\) but .* = \(5, 4\): .* transpose kernels",
+    ),
+    ({"down": np.zeros((5, 3))}, r"down has shape \(5, 3\) but .* = \(5, 4\)"),
+    (
+      {"down": jnp.zeros((5, 4), jnp.bfloat16)},
+      "down is bfloat16 and x is float32: cast them to one dtype",
+    ),
+    (
+      {"up": jnp.zeros((5, 4), jnp.float16)},
+      "up is float16 and x is float32: cast",
+    ),
+    (
+      {name: jnp.zeros((5, 4), jnp.int32) for name in ("x", "gate", "down")}
+      | {"up": None},
+      "x is int32 but must be one of bfloat16, float16, float32, float64",
+    ),
+  ],
+)
+def test_refuses(changes, message):
+  matrix = jnp.zeros((5, 4))
+  arguments = {"x": jnp.zeros((3, 4)), "gate": matrix, "up": matrix}
+  arguments |= {"down": matrix} | {
+    name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+    for name, value in changes.items()
+  }
+  with pytest.raises(ValueError, match=message) as error:
+    sparse_ffn(**arguments)
+  assert "\n" not in str(error.value)

@@ -1,0 +1,162 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from tests.ops.dense_layer import make_case, oracle
+from tests.ops.settings import results
+from twell_jax.ops import sharded_sparse_ffn, sparse_ffn, xla
+
+AXES = ("data", "fsdp", "tensor")
+SIZE = {"tokens": (8, 3), "d_model": 33, "d_ff": 100}
+
+
+def mesh_of(*shape):
+  return jax.make_mesh(
+    shape,
+    AXES,
+    axis_types=(AxisType.Auto,) * 3,
+    devices=jax.devices()[: np.prod(shape)],
+  )
+
+
+def placed(case, mesh):
+  """The inputs split as the op splits them."""
+  rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+  neurons = NamedSharding(mesh, PartitionSpec("tensor"))
+  shardings = type(case)(rows, neurons, neurons, neurons, rows)
+  return type(case)(
+    *(
+      None if array is None else jax.device_put(array, sharding)
+      for array, sharding in zip(case, shardings)
+    )
+  )
+
+
+def results_on(mesh, case):
+  def op(*inputs):
+    return sharded_sparse_ffn(*inputs, mesh=mesh)
+
+  return jax.jit(lambda case: results(case, op))(placed(case, mesh))
+
+
+def assert_close(actual, expected):
+  """Equal up to the order of sums; counts and statistics of them, exactly."""
+  for name, exact in expected._asdict().items():
+    if exact is None:
+      assert getattr(actual, name) is None
+      continue
+    tolerance = 0.0 if name in ("active", "fired") else 1e-5
+    np.testing.assert_allclose(
+      getattr(actual, name),
+      exact,
+      rtol=0,
+      atol=tolerance * np.abs(exact).max(),
+      err_msg=name,
+    )
+
+
+@pytest.mark.parametrize(
+  ("shape", "gated", "share"),
+  [
+    ((4, 1, 1), True, 0.1),
+    ((1, 4, 1), False, 0.1),
+    ((1, 1, 4), True, 0.1),
+    ((2, 1, 2), True, 128.0),
+    ((1, 1, 4), False, 128.0),
+  ],
+)
+def test_same_as_on_one_device(shape, gated, share, rng, monkeypatch):
+  monkeypatch.setattr(xla, "_SPARSE_LIMIT", dict.fromkeys((2, 4, 8), share))
+  mesh = mesh_of(*shape)
+  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  case = case if gated else case.without_up()
+  actual = results_on(mesh, case)
+  assert_close(actual, oracle(case))
+  split = {
+    "y": PartitionSpec(("data", "fsdp")),
+    "active": PartitionSpec(("data", "fsdp")),
+    "fired": PartitionSpec("tensor"),
+    "l1": PartitionSpec(),
+  }
+  for name, spec in split.items():
+    array = getattr(actual, name)
+    assert array.sharding.is_equivalent_to(
+      NamedSharding(mesh, spec), array.ndim
+    ), name
+
+
+def test_inside_a_shard_map(rng):
+  """The op on each device's own tokens, with weights that all share."""
+  mesh = mesh_of(4, 1, 1)
+  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  inputs = case[:4]
+  rows = PartitionSpec("data")
+
+  @functools.partial(
+    jax.shard_map,
+    mesh=mesh,
+    in_specs=(rows, PartitionSpec(), PartitionSpec(), PartitionSpec()),
+    out_specs=rows,
+    check_vma=False,
+  )
+  def local(*inputs):
+    return sparse_ffn(*inputs).y
+
+  def loss(f, x, *weights):
+    return jnp.vdot(f(x, *weights), case.dy)
+
+  gradients = jax.jit(
+    jax.grad(functools.partial(loss, local), argnums=(0, 1, 2, 3))
+  )(*inputs)
+  expected = jax.jit(
+    jax.grad(
+      functools.partial(loss, lambda *inputs: sparse_ffn(*inputs).y),
+      argnums=(0, 1, 2, 3),
+    )
+  )(*inputs)
+  for actual, exact in zip(gradients, expected):
+    exact = np.asarray(exact)
+    np.testing.assert_allclose(
+      actual, exact, rtol=0, atol=1e-5 * np.abs(exact).max()
+    )
+
+
+def test_a_non_finite_token_on_a_mesh(rng):
+  case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
+  mesh = mesh_of(2, 1, 2)
+  f = jax.jit(lambda *inputs: sharded_sparse_ffn(*inputs, mesh=mesh).y)
+  clean = np.asarray(f(*case[:4]))
+  x = case.x.copy()
+  x[5, 1, 7] = np.nan
+  y = np.asarray(f(x, *case[1:4]))
+  assert np.isnan(y[5, 1]).all()
+  y[5, 1] = clean[5, 1]
+  np.testing.assert_array_equal(y, clean)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "d_ff", "options", "message"),
+  [
+    ((8,), 8, {"token_axes": ("rows",)}, "no axis 'rows' in the mesh, which"),
+    ((8,), 8, {"neuron_axis": "model"}, "'model' .* name its axes in"),
+    ((7, 8), 8, {}, r"x.shape\[0\] = 7 must be divisible by 2"),
+    ((8,), 7, {}, "d_ff = 7 must be divisible by 2"),
+    ((8,), 8, {"implementation": "cuda"}, "implementation='cuda' is unknown"),
+  ],
+)
+def test_refuses(tokens, d_ff, options, message):
+  matrix = jnp.zeros((d_ff, 4))
+  with pytest.raises(ValueError, match=message) as error:
+    sharded_sparse_ffn(
+      jnp.zeros((*tokens, 4)),
+      matrix,
+      matrix,
+      matrix,
+      mesh=mesh_of(2, 1, 2),
+      **options,
+    )
+  assert "\n" not in str(error.value)
