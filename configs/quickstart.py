@@ -21,8 +21,8 @@ def get_config() -> ConfigDict:
   config.model.d_model = 192  # width of the residual stream
   config.model.d_ff = 1024  # neurons of a feed-forward layer
   config.model.num_layers = 3
-  config.model.num_heads = 6  # query heads
-  config.model.num_kv_heads = 3  # key and value heads, shared by the others
+  config.model.num_heads = 3  # query heads
+  config.model.num_kv_heads = 1  # key and value heads, which query heads share
   config.model.activation = "relu"  # "relu" sparse, "silu" a dense baseline
   config.model.gated = True  # with an up projection
   config.model.tie_embeddings = True  # output matrix = input embedding
@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
   config.data.corpus = "python"
   config.data.text_field = "text"  # of .jsonl, .parquet and TFDS rows
   config.data.tokenizer = ""  # a tokenizer.json; "" trains one on the corpus
-  config.data.seq_len = 256  # tokens of a sequence
+  config.data.seq_len = 128  # tokens of a sequence
   config.data.batch_size = 16  # sequences of an update, over all devices
   config.data.held_out_fraction = 0.05  # of documents, never trained on
   config.data.max_documents = 0  # 0 is all

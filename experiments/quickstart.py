@@ -134,7 +134,9 @@ def main() -> int:
   sparse = runs["sparse"]
   print("evaluating and timing", flush=True)
   models = {
-    name: run.result.model.bind(run.result.state.params)
+    name: trained_ffn.unsharded(
+      run.result.model.config, run.result.state.params
+    )
     for name, run in runs.items()
   }
   figures = {

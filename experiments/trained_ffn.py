@@ -32,11 +32,27 @@ class LayerCall(NamedTuple):
   down: Float[Array, "d_ff d_model"]
 
 
+def unsharded(
+  config: nn.TransformerConfig, params: PyTree[Array]
+) -> TransformerLM:
+  """The trained module on one device, free of the mesh it was trained on."""
+  module = nnx.eval_shape(lambda: TransformerLM(config, rngs=nnx.Rngs(0)))
+  return nnx.merge(nnx.split(module)[0], params)
+
+
 @nnx.jit
 def layer_calls(
   model: TransformerLM, tokens: Int32[Array, "batch seq"]
 ) -> list[LayerCall]:
-  """The call of each feed-forward layer when the model reads `tokens`."""
+  """The call of each feed-forward layer when the model reads `tokens`.
+
+  Args:
+    model: A module without a mesh (`unsharded`).
+    tokens: Text.
+
+  Returns:
+    One call per layer, the tokens of all sequences in one axis.
+  """
   positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
   x = model.embedding[...][tokens]
   structure, stacked = nnx.split(model.layers)

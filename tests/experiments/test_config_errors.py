@@ -174,14 +174,15 @@ def test_resuming_a_model_of_another_shape(trained, overrides, shapes):
 COMMAND_LINES = {
   "section": (
     ["--config.modle.d_ff=64"],
-    ("'modle'", 'Did you mean "model"'),
+    ("modle", 'Did you mean "model"'),
   ),
   "field": (
     ["--config.model.d_fff=64"],
-    ("'d_fff'", 'Did you mean "d_ff"'),
+    ("d_fff", 'Did you mean "d_ff"'),
   ),
   "type": (["--config.steps=many"], ("--config.steps=many", "int")),
   "file": (["--config=configs/absent.py"], ("configs/absent.py",)),
+  "file after a blank": (["--config", "configs"], ("configs",)),
   "dashes": (["config.steps=5"], ("config.steps=5", "--")),
   # One that only the program finds: the exit code and the form are the same.
   "value": (["--config.steps=0"], ("steps = 0", "at least 1")),

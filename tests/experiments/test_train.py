@@ -143,6 +143,8 @@ def final_parameters(workdir: pathlib.Path, overrides):
 def test_a_run_to_its_end(whole):
   workdir, process = whole
   assert process.returncode == 0, process.stderr
+  # The progress bar is not buried under what libraries log.
+  assert re.search(r"^[IWE]\d{4} ", process.stderr, re.MULTILINE) is None
   records = training.read_metrics(workdir, kind="train")
   assert [record["step"] for record in records] == list(range(1, STEPS + 1))
   losses = [record["loss"] for record in records]

@@ -26,6 +26,11 @@ def build(config):
   return TransformerLM(config, rngs=nnx.Rngs(0))
 
 
+@nnx.jit
+def run(model, tokens):
+  return model(tokens)
+
+
 def tokens(seed=0):
   return jax.random.randint(jax.random.key(seed), (2, 9), 0, 13)
 
@@ -42,7 +47,7 @@ def tokens(seed=0):
 def test_matches_numpy(changes):
   config = tiny(**changes)
   model = build(config)
-  logits, activity = model(tokens())
+  logits, activity = run(model, tokens())
   params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
   expected = numpy_model.transformer(params, np.asarray(tokens()), config)
   np.testing.assert_allclose(logits, expected.logits, rtol=1e-3, atol=1e-4)
@@ -57,7 +62,7 @@ def test_the_future_does_not_matter():
   model = build(tiny())
   first = tokens()
   second = first.at[:, 5:].set((first[:, 5:] + 1) % 13)
-  before, after = model(first).logits, model(second).logits
+  before, after = run(model, first).logits, run(model, second).logits
   np.testing.assert_array_equal(before[:, :5], after[:, :5])
   assert np.all(np.abs(before[:, 5:] - after[:, 5:]).max(-1) > 1e-4)
 
@@ -68,7 +73,7 @@ def test_remat_changes_no_gradient():
       output = model(tokens())
       return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
 
-    return nnx.to_pure_dict(nnx.grad(loss)(build(tiny(remat=remat))))
+    return nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(build(tiny(remat=remat))))
 
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
@@ -115,13 +120,14 @@ def test_every_parameter_names_its_axes():
 
 def test_half_precision_computes_float32_logits():
   config = tiny(dtype="bfloat16", remat="layer")
-  logits = build(config)(tokens()).logits
+  logits = run(build(config), tokens()).logits
   assert logits.dtype == jnp.float32
-  full = build(tiny())(tokens()).logits
+  full = run(build(tiny()), tokens()).logits
   np.testing.assert_allclose(logits, full, atol=0.1 * np.abs(full).max())
 
 
 def test_an_unknown_token_is_not_a_guess():
-  logits = build(tiny())(jnp.array([[1, 2, 12, 3], [1, 2, 13, 3]])).logits
+  batch = jnp.array([[1, 2, 12, 3], [1, 2, 13, 3]])
+  logits = run(build(tiny()), batch).logits
   assert np.all(np.isfinite(logits[0]))
   assert np.all(np.isnan(logits[1]))

@@ -6,7 +6,8 @@ layer in the dtype of its inputs, differentiated by jax.
 The layer has kinks at z = 0 and, in the L1 term, at u = 0, where any rounding
 decides between two gradients. `make_case` keeps x and gate integers, and up
 multiples of a power of two, such that every implementation finds the same
-signs; down and the cotangent of y are any numbers.
+signs, and u is never 0, where jax takes 1 for the derivative of |u|. Down and
+the cotangent of y are any numbers.
 """
 
 from typing import NamedTuple
@@ -74,10 +75,14 @@ def make_case(rng, activity, *, tokens, d_model, d_ff) -> Case:
   elif activity == "heavy tail":
     mean = -rng.uniform(0, 4, (d_ff, 1)) / np.sqrt(d_model)
     gate = np.round(rng.normal(mean, 1.2, gate.shape))
+  # 128 u is odd: 128 up is, in the first column only, and so is x there.
+  x[..., 0] = np.where(x[..., 0] < 0, -1, 1)
+  up = rng.integers(-8, 9, (d_ff, d_model)) / 64
+  up[:, 0] += 1 / 128
   return Case(
     x=x.astype(np.float64),
     gate=gate.astype(np.float64),
-    up=rng.integers(-8, 9, (d_ff, d_model)) / 64,
+    up=up,
     down=rng.normal(size=(d_ff, d_model)) / 16,
     dy=rng.normal(size=x.shape) / 16,
   )

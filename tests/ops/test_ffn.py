@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from tests.ops import dense_layer
-from tests.ops.dense_layer import L1_WEIGHT, Results, make_case, oracle
+from tests.ops.dense_layer import L1_WEIGHT, Case, Results, make_case, oracle
 from tests.ops.settings import (
   SETTINGS,
   results,
@@ -47,17 +47,21 @@ def spread(pairs, dtype) -> Spread:
   return Spread(max(largest) / unit, np.sqrt(np.mean(squares)) / unit)
 
 
-def assert_no_worse(ours: Spread, dense: Spread, name: str):
-  assert ours.rms <= max(1.5 * dense.rms, 1), (name, ours, dense)
-  assert ours.largest <= max(1.5 * dense.largest, 2), (name, ours, dense)
+def assert_no_worse(ours: Spread, dense: Spread, name: str, *, units=1.0):
+  assert ours.rms <= max(1.5 * dense.rms, units), (name, ours, dense)
+  # Of errors with this root mean square, the largest is three times that or
+  # more.
+  largest = max(1.5 * dense.largest, 3 * units)
+  assert ours.largest <= largest, (name, ours, dense)
 
 
 def assert_no_less_exact_than_dense(cases, setting, dtype):
   """Errors of at most 1.5 × those of the plain layer, or a rounding unit.
 
-  They are taken over all cases, and the largest may be two units: the largest
-  of few errors is a matter of luck.
+  They are taken over all cases, since those of few numbers are a matter of
+  luck: with one feature all sums of a case may cancel at once.
   """
+  units = 1.0 if cases[0].x.size > 1000 else 4.0
   runs = [
     (oracle(case), results_of(setting)(case), results_of_plain(case))
     for case in cases
@@ -77,7 +81,7 @@ def assert_no_less_exact_than_dense(cases, setting, dtype):
       assert triples[0][1].dtype == dtype
     ours = spread([(actual, exact) for exact, actual, _ in triples], dtype)
     dense = spread([(plain, exact) for exact, _, plain in triples], dtype)
-    assert_no_worse(ours, dense, name)
+    assert_no_worse(ours, dense, name, units=units)
 
 
 @pytest.mark.parametrize(
@@ -154,14 +158,11 @@ def test_float64(setting, gated, rng):
       )
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_check_grads(setting, gated, rng):
+def test_check_grads(setting, rng):
   # A sign for each token and each neuron: z is far from its kink.
   case = make_case(rng, "everything", tokens=(7,), d_model=5, d_ff=12)
   signs = rng.choice([-1, 1], (7, 1)), rng.choice([-1, 1], (12, 1))
-  inputs = [case.x * signs[0], case.gate * signs[1], case.up, case.down]
-  if not gated:
-    inputs[2] = None
+  inputs = (case.x * signs[0], case.gate * signs[1], case.up, case.down)
   with jax.enable_x64(True):
     f = jax.jit(lambda *inputs: setting(*inputs).y)
     check_grads(f, inputs, order=1, modes=["rev"])
@@ -184,13 +185,10 @@ def test_settings_take_their_branches(rng):
 
 
 def test_real_numbers(setting, rng):
-  """Inputs without structure: y and l1 have no jumps, gradients few."""
-  case = make_case(rng, "mixed", **SIZE)
-  shapes = jax.tree.map(np.shape, case, is_leaf=lambda leaf: leaf is not None)
+  """Inputs without structure, of which y and l1 are continuous."""
+  shapes = [(65, 33), *[(100, 33)] * 3, (65, 33)]
   cases = [
-    type(case)(*(rng.normal(size=shape) for shape in shapes)).as_dtype(
-      jnp.float32
-    )
+    Case(*(rng.normal(size=shape) for shape in shapes)).as_dtype(jnp.float32)
     for _ in range(3)
   ]
   runs = [
@@ -249,10 +247,13 @@ def test_non_finite_parameters_and_cotangents(setting, field, bad, rng):
     array[index, 5] = bad
     case = case._replace(**{field: array})
     actual, plain = results_of(setting)(case), results_of_plain(case)
-    # At most as far as in the dense layer.
+    # At most as far as in the dense layer. At NaN itself relu and abs have
+    # derivatives by convention only: the broken neuron's own are not compared.
     for name in ("y", "l1", *GRADIENTS):
-      finite = np.isfinite(getattr(actual, name))
-      assert finite[np.isfinite(getattr(plain, name))].all(), name
+      allowed = ~np.isfinite(getattr(plain, name))
+      if name in ("dgate", "dup", "ddown"):
+        allowed[index] = True
+      assert (allowed | np.isfinite(getattr(actual, name))).all(), name
     # At least to what is active.
     z = case.x @ case.gate[index]
     if field == "dy":
@@ -268,12 +269,13 @@ def test_an_infinite_u_at_a_silent_neuron_is_skipped(setting, rng):
   case = make_case(rng, "one token", **SIZE).as_dtype(jnp.float32)
   expected = oracle(case)
   token = int(np.argmax(expected.active))
-  # Of this sign, u is zero at the active token and infinite at the others.
+  # u is infinite at the silent tokens: 2 · 3e38 is beyond float32.
   x, up = case.x.copy(), case.up.copy()
   x[:, 0] = -2
   x[token, 0] = 0
   up[:, 0] = 3e38
-  assert not np.isfinite(x @ up.T)[np.arange(65) != token].any()
+  with np.errstate(over="ignore"):
+    assert np.isinf(x @ up.T)[np.arange(65) != token].all()
   actual = results_of(setting)(case._replace(x=x, up=up))
   expected = oracle(case._replace(x=x, up=up))
   np.testing.assert_array_equal(actual.active, expected.active)
@@ -354,43 +356,51 @@ def assert_close(actual: Results, expected: Results, *, tolerance=1e-5):
     )
 
 
-def test_scan_over_layers_and_remat(setting, rng):
-  """Two layers in a chain, in float64, where rounding decides no sign."""
-  x = rng.normal(size=(7, 33))
-  layers = [rng.normal(size=(2, 100, 33)) / 6 for _ in range(3)]
+def two_layers(x, layers, layer, wrap):
+  """A loss of two layers in a chain, scanned, and its gradients."""
 
-  def loss(x, layers, layer, wrap):
-    def step(x, layer_weights):
-      y, l1 = layer(x, *layer_weights)
+  def loss(x, layers):
+    def step(x, weights):
+      y, l1 = layer(x, *weights)
       return x + y, l1
 
-    x, l1 = jax.lax.scan(wrap(step), x, tuple(layers))
+    x, l1 = jax.lax.scan(wrap(step), x, layers)
     return jnp.sum(x**2) / 100 + jnp.mean(l1).astype(x.dtype)
 
-  def ours(x, *weights):
+  return jax.value_and_grad(loss, (0, 1))(x, layers)
+
+
+def two_plain_layers(x, layers):
+  return two_layers(x, layers, dense_layer.plain, lambda step: step)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.checkpoint])
+def test_scan_over_layers(setting, wrap, rng):
+  """In float64, where rounding decides no sign."""
+
+  def layer(x, *weights):
     y, activity = setting(x, *weights)
     return y, activity.l1
 
+  x = rng.normal(size=(7, 33))
+  layers = tuple(rng.normal(size=(2, 100, 33)) / 6 for _ in range(3))
   with jax.enable_x64(True):
-    grad = jax.value_and_grad(loss, (0, 1))
-    exact = jax.jit(lambda *a: grad(*a, dense_layer.plain, lambda f: f))(
-      x, layers
-    )
-    kept = jax.jit(lambda *a: grad(*a, ours, lambda f: f))(x, layers)
-    again = jax.jit(lambda *a: grad(*a, ours, jax.checkpoint))(x, layers)
-  for actual in (kept, again):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(
-        a, b, rtol=0, atol=1e-6 * np.abs(b).max()
-      ),
-      actual,
-      exact,
-    )
+    exact = jax.jit(two_plain_layers)(x, layers)
+    actual = jax.jit(lambda *a: two_layers(*a, layer, wrap))(x, layers)
+  # l1 is float32, as is its cotangent.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      a, b, rtol=0, atol=1e-6 * np.abs(b).max()
+    ),
+    actual,
+    exact,
+  )
 
 
 def test_auxiliary_outputs(rng):
   """The activity is an auxiliary output of a loss, and l1 may be alone."""
-  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  case = make_case(rng, "heavy tail", tokens=(7,), d_model=33, d_ff=100)
+  case = case.as_dtype(jnp.float32)
   inputs = (case.x, case.gate, case.up, case.down)
 
   @jax.jit
@@ -435,16 +445,23 @@ def test_traced_once_for_all_inputs_of_a_shape(rng):
 
 def test_no_forward_mode():
   x, weights = jnp.ones((2, 3)), [jnp.ones((4, 3))] * 3
+
+  @jax.jit
+  def derivative(x):
+    return jax.jvp(lambda x: sparse_ffn(x, *weights).y, (x,), (x,))
+
   with pytest.raises(TypeError, match="custom_vjp"):
-    jax.jvp(lambda x: sparse_ffn(x, *weights).y, (x,), (x,))
+    derivative(x)
 
 
 def test_default_implementation(rng):
   case = make_case(rng, "mixed", tokens=(3,), d_model=4, d_ff=5)
   inputs = case.as_dtype(jnp.float32)[:4]
-  np.testing.assert_array_equal(
-    sparse_ffn(*inputs).y, sparse_ffn(*inputs, implementation="xla").y
+  default = jax.jit(sparse_ffn)(*inputs)
+  named = jax.jit(sparse_ffn, static_argnames="implementation")(
+    *inputs, implementation="xla"
   )
+  jax.tree.map(np.testing.assert_array_equal, default, named)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ def test_initial_parameters_do_not_depend_on_the_mesh(config, single_mesh):
     return training.initial_state(model, optimizer, seed=seed).params
 
   here, there = params(single_mesh, 3), params(training.make_mesh(tensor=2), 3)
-  jax.tree.map(np.testing.assert_array_equal, here, there)
+  # The same draws; a compiler may round their transformation differently.
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), here, there
+  )
   other = params(single_mesh, 4)
   assert not np.array_equal(here["embedding"], other["embedding"])
 

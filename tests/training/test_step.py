@@ -76,9 +76,8 @@ def test_loss_and_gradient_are_those_of_the_formula(config, batch, single_mesh):
     )
     return mean + COEFFICIENT * jnp.mean(activity.l1), activity
 
-  (loss, activity), expected = jax.value_and_grad(objective, has_aux=True)(
-    before
-  )
+  gradient_of = jax.jit(jax.value_and_grad(objective, has_aux=True))
+  (loss, activity), expected = gradient_of(before)
   statistics = result.statistics
   np.testing.assert_allclose(statistics.loss, loss, rtol=1e-6)
   np.testing.assert_allclose(statistics.l1, activity.l1, rtol=1e-6)

@@ -66,7 +66,7 @@ def forward_with_residuals(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
 ) -> Forward:
-  """`forward`, keeping z and, of the gated layer, u at active neurons."""
+  """`forward`, keeping z, its pattern and u at active neurons, if gated."""
   return _forward(x, gate, up, down, store=up is not None)
 
 
@@ -139,7 +139,8 @@ def _forward(
     fired=jnp.sum(active, axis=0, dtype=jnp.int32),
     overflowed=jnp.zeros((), jnp.int32),
   )
-  return Forward(FFNOutput(y, activity), (z, u_blocks) if store else (z,))
+  kept = (z, *pattern, u_blocks) if store else (z, *pattern)
+  return Forward(FFNOutput(y, activity), kept)
 
 
 def _pad_gemv(x: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
@@ -226,10 +227,8 @@ def backward(
   dl1: Float[Array, ""],
 ) -> Gradients:
   """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
-  z = kept[0]
-  u_blocks = None if up is None else kept[1]
-  active = is_active(z)
-  pattern = rows_pattern(active)
+  z, pattern = kept[0], Pattern(*kept[1:3])
+  u_blocks = None if up is None else kept[3]
   sizes = _sizes(x, gate.shape[0])
   plan = make_plan(pattern.counts, tile=sizes.tile, slots=sizes.slots)
 
@@ -242,7 +241,8 @@ def backward(
       x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes
     )
     stored = _Stored(pattern, plan, z, u_blocks, dt_blocks)
-    weights = _sparse_weights(stored, columns_pattern(active), x, dy, sizes)
+    transposed = columns_pattern(is_active(z))
+    weights = _sparse_weights(stored, transposed, x, dy, sizes)
     return Gradients(dx, *weights)
 
   return _by_work(plan, sizes, sparse, dense)

@@ -118,7 +118,7 @@ def initial_state(
 ) -> TrainState:
   """The state before the first step, made on the mesh it will live on.
 
-  The numbers depend on the seed alone, not on the mesh.
+  The numbers depend on the seed alone; the mesh may change their rounding.
   """
 
   def init(key: PRNGKeyArray) -> TrainState:
