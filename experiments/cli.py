@@ -1,6 +1,5 @@
 """Entry of the experiment scripts: a mistake of the caller is one line."""
 
-import pathlib
 import sys
 from collections.abc import Callable
 
@@ -29,9 +28,6 @@ def run(main: Callable[[], int]) -> None:
 def _reported(main: Callable[[], int], argv: list[str]) -> int:
   if len(argv) > 1:
     return _report(f"unexpected argument {argv[1]!r}: flags begin with --")
-  if flags.FLAGS["verbosity"].using_default_value:
-    # The libraries below tell much at the level of absl's scripts, INFO.
-    logging.set_verbosity(logging.WARNING)
   try:
     return main()
   except (ValueError, FloatingPointError) as error:
@@ -41,29 +37,27 @@ def _reported(main: Callable[[], int], argv: list[str]) -> int:
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
-  for path in _config_paths(argv):
-    if not pathlib.Path(path).is_file():
-      sys.exit(_report(f"--config={path}: no such file; see configs/"))
   try:
-    return flags.FLAGS(argv)
+    arguments = flags.FLAGS(argv)
   except SyntaxError as error:
     sys.exit(_report(f"{error.filename} is not Python: {error}"))
   except (AttributeError, KeyError) as error:
     # What ml_collections raises for a field that the config does not have, its
     # message quoted once more for each level of the field.
-    message = str(error).replace("\\n", ". ").replace("\\", "").replace("'", "")
-    sys.exit(_report(f"no such config field: {message}"))
-  except (OSError, flags.Error) as error:
+    message = str(error).replace("\\n", ". ").replace("\\", "")
+    sys.exit(_report(f"no such config field: {message.replace("'", '')}"))
+  except flags.Error as error:
     sys.exit(_report(error))
-
-
-def _config_paths(argv: list[str]) -> list[str]:
-  """What --config names; ml_collections reads "path:argument"."""
-  return [
-    argument.partition("=")[2].partition(":")[0]
-    for argument in argv
-    if argument.startswith(("--config=", "-config="))
-  ]
+  if "config" in flags.FLAGS:
+    try:
+      _ = flags.FLAGS.config  # ml_collections says only here if it is missing
+    except OSError:
+      path = config_flags.get_config_filename(flags.FLAGS["config"])
+      sys.exit(_report(f"--config={path}: no such file; see configs/"))
+  if flags.FLAGS["verbosity"].using_default_value:
+    # The libraries below tell much at the level of absl's scripts, INFO.
+    flags.FLAGS.verbosity = logging.WARNING
+  return arguments
 
 
 def _report(error: Exception | str) -> int:

@@ -11,7 +11,7 @@ interrupted quickstart continues when it is started again.
 import json
 import pathlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -82,6 +82,26 @@ def _twin(config: ConfigDict) -> ConfigDict:
   return twin
 
 
+def _check(configs: Mapping[str, ConfigDict], workdir: pathlib.Path) -> None:
+  """Finds before the training what would otherwise fail after it."""
+  sparse = configs["sparse"]
+  if sparse.model.activation != "relu":
+    raise ValueError(
+      f"model.activation = {sparse.model.activation!r} makes no sparse model:"
+      " use 'relu'"
+    )
+  for config in configs.values():
+    train.model_config(config)
+    train.train_options(config)
+  tokens = train.load_data(sparse, workdir).num_held_out_tokens
+  if flags.FLAGS.prefill_tokens > tokens:
+    raise ValueError(
+      f"prefill_tokens = {flags.FLAGS.prefill_tokens} is more than the"
+      f" {tokens} tokens of held-out text: lower it or raise"
+      " data.held_out_fraction"
+    )
+
+
 def _speeds(
   config: ConfigDict, sparse: train.Run, model: TransformerLM
 ) -> list[trained_ffn.Speed]:
@@ -124,8 +144,10 @@ def main() -> int:
   config = flags.FLAGS.config
   if not config.data.cache_dir:
     config.data.cache_dir = str(workdir / "data")  # one for both models
+  configs = {"sparse": config, "dense": _twin(config)}
+  _check(configs, workdir)
   runs = {}
-  for name, run_config in (("sparse", config), ("dense", _twin(config))):
+  for name, run_config in configs.items():
     print(f"training the {name} model", flush=True)
     runs[name] = _train(run_config, workdir / name)
     if runs[name].result.outcome == "interrupted":

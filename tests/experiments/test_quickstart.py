@@ -121,8 +121,7 @@ def test_the_report_says_what_the_figures_say(workdir, figures):
     )
   headline = text.splitlines()[2]
   silent, increase, ratio = (
-    float(number)
-    for number in re.findall(r"([+-]?\d+\.\d+)[%×]", headline)
+    float(number) for number in re.findall(r"([+-]?\d+\.\d+)[%×]", headline)
   )
   assert silent == pytest.approx(
     100 * report.silent_fraction(figures), abs=0.051

@@ -35,7 +35,9 @@ def test_rounds_go_on_for_the_time_asked_for():
 
 
 def test_a_contender_is_compiled():
-  compiled = timing.contender(lambda x, y: (x + 1) @ y, [(jnp.ones((8, 8)),) * 2])
+  compiled = timing.contender(
+    lambda x, y: (x + 1) @ y, [(jnp.ones((8, 8)),) * 2]
+  )
   assert compiled.temporary_bytes is not None
   assert compiled.temporary_bytes >= 0
   result = compiled.function(*compiled.arguments[0])

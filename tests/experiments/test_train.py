@@ -48,9 +48,7 @@ def overrides(corpus, tmp_path_factory):
 def whole(overrides, environment, tmp_path_factory):
   """A run that nothing disturbs: its folder and its process."""
   workdir = tmp_path_factory.mktemp("runs") / "whole"
-  process = programs.run(
-    arguments(workdir, overrides), environment=environment
-  )
+  process = programs.run(arguments(workdir, overrides), environment=environment)
   return workdir, process
 
 
@@ -152,7 +150,10 @@ def test_a_run_to_its_end(whole):
   assert np.mean(losses[-5:]) < np.mean(losses[:5])
 
   held_out = training.read_metrics(workdir, kind="held_out")
-  every = {*range(6, STEPS, 6), *range(CHECKPOINT_EVERY, STEPS, CHECKPOINT_EVERY)}
+  every = {
+    *range(6, STEPS, 6),
+    *range(CHECKPOINT_EVERY, STEPS, CHECKPOINT_EVERY),
+  }
   assert [record["step"] for record in held_out] == sorted({*every, STEPS})
   (last_line,) = process.stdout.splitlines()
   loss = re.fullmatch(

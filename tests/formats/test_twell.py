@@ -220,8 +220,11 @@ def test_is_a_pytree_of_anything():
     ".columns",
     ".counts",
   ]
-  other = dataclasses.replace(matrix, d_ff=9)
-  assert jax.tree.structure(other) != structure
+  # Static fields are part of the structure.
+  with pytest.raises(ValueError, match="d_ff|metadata|pytree"):
+    jax.tree.map(
+      lambda one, other: one, matrix, dataclasses.replace(matrix, d_ff=9)
+    )
 
 
 def changed(name, place, value):

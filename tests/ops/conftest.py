@@ -12,9 +12,8 @@ from twell_jax.ops import xla
 @pytest.fixture
 def rng():
   """Fresh numbers in every run; a failure prints how to draw them again."""
-  seed = int(
-    os.environ.get("TWELL_JAX_TEST_SEED", np.random.SeedSequence().entropy)
-  )
+  entropy = np.random.SeedSequence().entropy
+  seed = int(os.environ.get("TWELL_JAX_TEST_SEED", str(entropy)))
   print(f"inputs: TWELL_JAX_TEST_SEED={seed}")
   return np.random.default_rng(seed)
 

@@ -20,6 +20,10 @@ import numpy as np
 L1_WEIGHT = 0.75
 
 
+# What the op and the layers here take and give.
+Array = np.ndarray | jax.Array
+
+
 class Case(NamedTuple):
   """Inputs of the layer, and a cotangent of y. `up` is None if not gated."""
 
@@ -39,14 +43,14 @@ class Case(NamedTuple):
 class Results(NamedTuple):
   """What is compared: the output, the activity and all gradients."""
 
-  y: np.ndarray
-  l1: np.ndarray
-  active: np.ndarray
-  fired: np.ndarray
-  dx: np.ndarray
-  dgate: np.ndarray
-  dup: np.ndarray | None
-  ddown: np.ndarray
+  y: Array
+  l1: Array
+  active: Array
+  fired: Array
+  dx: Array
+  dgate: Array
+  dup: Array | None
+  ddown: Array
 
 
 def make_case(rng, activity, *, tokens, d_model, d_ff) -> Case:

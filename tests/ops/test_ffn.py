@@ -1,6 +1,6 @@
 """What holds for every implementation of the op, whichever branch it takes."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,21 +47,43 @@ def spread(pairs, dtype) -> Spread:
   return Spread(max(largest) / unit, np.sqrt(np.mean(squares)) / unit)
 
 
-def assert_no_worse(ours: Spread, dense: Spread, name: str, *, units=1.0):
+def assert_no_worse(name, triples, dtype):
+  """Errors of (exact, actual, plain) against 1.5 × those of plain.
+
+  As much as the rounding of the output is allowed in any case: one unit, or two
+  of the one number l1.
+  """
+  ours = spread([(actual, exact) for exact, actual, _ in triples], dtype)
+  dense = spread([(plain, exact) for exact, _, plain in triples], dtype)
+  units = 2 if name == "l1" else 1
   assert ours.rms <= max(1.5 * dense.rms, units), (name, ours, dense)
-  # Of errors with this root mean square, the largest is three times that or
-  # more.
-  largest = max(1.5 * dense.largest, 3 * units)
+  # The largest of many errors is about four times their root mean square.
+  largest = max(1.5 * dense.largest, 4 * units)
   assert ours.largest <= largest, (name, ours, dense)
+
+
+def pooled(triples):
+  """One (exact, actual, plain) of all, for few numbers in each.
+
+  Sums that happen to cancel are then small beside others, not beside their own
+  rounding errors.
+  """
+  return [
+    tuple(
+      np.concatenate(
+        [np.ravel(np.asarray(array, np.float64)) for array in part]
+      )
+      for part in zip(*triples)
+    )
+  ]
 
 
 def assert_no_less_exact_than_dense(cases, setting, dtype):
   """Errors of at most 1.5 × those of the plain layer, or a rounding unit.
 
-  They are taken over all cases, since those of few numbers are a matter of
-  luck: with one feature all sums of a case may cancel at once.
+  They are taken over all cases, since the largest of few errors is a matter of
+  luck.
   """
-  units = 1.0 if cases[0].x.size > 1000 else 4.0
   runs = [
     (oracle(case), results_of(setting)(case), results_of_plain(case))
     for case in cases
@@ -79,9 +101,8 @@ def assert_no_less_exact_than_dense(cases, setting, dtype):
       continue
     if name != "l1":
       assert triples[0][1].dtype == dtype
-    ours = spread([(actual, exact) for exact, actual, _ in triples], dtype)
-    dense = spread([(plain, exact) for exact, _, plain in triples], dtype)
-    assert_no_worse(ours, dense, name, units=units)
+    is_small = cases[0].x.size < 1000
+    assert_no_worse(name, pooled(triples) if is_small else triples, dtype)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +218,7 @@ def test_real_numbers(setting, rng):
   ]
   for name in ("y", "l1"):
     triples = [[getattr(result, name) for result in run] for run in runs]
-    ours = spread([pair[1::-1] for pair in triples], jnp.float32)
-    dense = spread([pair[2::-2] for pair in triples], jnp.float32)
-    assert_no_worse(ours, dense, name)
+    assert_no_worse(name, triples, jnp.float32)
 
 
 def test_two_calls_give_the_same_bits(setting, rng):
@@ -243,7 +262,7 @@ def test_a_non_finite_token(setting, gated, bad, rng):
 def test_non_finite_parameters_and_cotangents(setting, field, bad, rng):
   for index in (0, 3):
     case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
-    array = getattr(case, field).copy()
+    array = np.array(getattr(case, field))
     array[index, 5] = bad
     case = case._replace(**{field: array})
     actual, plain = results_of(setting)(case), results_of_plain(case)
@@ -270,7 +289,7 @@ def test_an_infinite_u_at_a_silent_neuron_is_skipped(setting, rng):
   expected = oracle(case)
   token = int(np.argmax(expected.active))
   # u is infinite at the silent tokens: 2 · 3e38 is beyond float32.
-  x, up = case.x.copy(), case.up.copy()
+  x, up = np.array(case.x), np.array(case.up)
   x[:, 0] = -2
   x[token, 0] = 0
   up[:, 0] = 3e38
@@ -335,8 +354,7 @@ def test_vmap(setting, rng):
 
   everything, tokens = both(stacked)
   for index, case in enumerate(cases):
-    one = [None if array is None else array[index] for array in everything]
-    assert_close(Results(*one), oracle(case))
+    assert_close(Results(*(array[index] for array in everything)), oracle(case))
     exact = oracle(cases[0]._replace(x=case.x)).y
     atol = 1e-5 * np.abs(exact).max()
     np.testing.assert_allclose(tokens[index], exact, rtol=0, atol=atol)
@@ -386,7 +404,9 @@ def test_scan_over_layers(setting, wrap, rng):
   layers = tuple(rng.normal(size=(2, 100, 33)) / 6 for _ in range(3))
   with jax.enable_x64(True):
     exact = jax.jit(two_plain_layers)(x, layers)
-    actual = jax.jit(lambda *a: two_layers(*a, layer, wrap))(x, layers)
+    actual = jax.jit(lambda x, layers: two_layers(x, layers, layer, wrap))(
+      x, layers
+    )
   # l1 is float32, as is its cotangent.
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(
@@ -426,7 +446,7 @@ def test_auxiliary_outputs(rng):
 
 
 def test_traced_once_for_all_inputs_of_a_shape(rng):
-  traces = []
+  traces: list[None] = []
 
   @jax.jit
   def f(*inputs):
@@ -501,11 +521,11 @@ def test_default_implementation(rng):
 )
 def test_refuses(changes, message):
   matrix = jnp.zeros((5, 4))
-  arguments = {"x": jnp.zeros((3, 4)), "gate": matrix, "up": matrix}
-  arguments |= {"down": matrix} | {
-    name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-    for name, value in changes.items()
-  }
+  arguments: dict[str, Any] = {"x": jnp.zeros((3, 4))}
+  arguments |= dict.fromkeys(("gate", "up", "down"), matrix)
+  for name, value in changes.items():
+    is_array = isinstance(value, np.ndarray)
+    arguments[name] = jnp.asarray(value) if is_array else value
   with pytest.raises(ValueError, match=message) as error:
     sparse_ffn(**arguments)
   assert "\n" not in str(error.value)

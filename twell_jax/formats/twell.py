@@ -169,7 +169,7 @@ class TwellMatrix:
     _check_contents(_on_host(self))
 
 
-def _unsigned(dtype) -> np.dtype:
+def _unsigned(dtype: np.dtype) -> np.dtype:
   """The unsigned integers of the size of a float."""
   return np.dtype(f"uint{jnp.finfo(dtype).bits}")
 
@@ -183,7 +183,9 @@ def _to_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
   return lax.bitcast_convert_type(values, _unsigned(values.dtype))
 
 
-def _to_floats(bits: UInt[Array, "*shape"], dtype) -> Float[Array, "*shape"]:
+def _to_floats(
+  bits: UInt[Array, "*shape"], dtype: np.dtype
+) -> Float[Array, "*shape"]:
   """The floats of these bits."""
   # Without the barrier LLVM folds the bitcasts at both ends of a fusion, and
   # what is between them works on floats again.
@@ -308,7 +310,9 @@ def _check_contents(host: _HostArrays) -> None:
     )
 
 
-def _check_everywhere(holds: np.ndarray, message: str, *shown: np.ndarray):
+def _check_everywhere(
+  holds: np.ndarray, message: str, *shown: np.ndarray
+) -> None:
   """Raises for the first place where it does not hold, with what is there."""
   if holds.all():
     return
