@@ -50,13 +50,15 @@ def _parse_flags(argv: list[str]) -> list[str]:
     sys.exit(_report(error))
   if "config" in flags.FLAGS:
     try:
-      _ = flags.FLAGS.config  # ml_collections says only here if it is missing
+      # A missing file is told of only when something is read from it.
+      dict(flags.FLAGS.config)
     except OSError:
       path = config_flags.get_config_filename(flags.FLAGS["config"])
       sys.exit(_report(f"--config={path}: no such file; see configs/"))
   if flags.FLAGS["verbosity"].using_default_value:
     # The libraries below tell much at the level of absl's scripts, INFO.
-    flags.FLAGS.verbosity = logging.WARNING
+    # absl types all flags with one variable.
+    flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
   return arguments
 
 

@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import pkgutil
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -26,7 +27,7 @@ def module(request):
 
 def leaves(config, prefix=""):
   """The fields that hold no other fields, by dotted name."""
-  found = {}
+  found: dict[str, Any] = {}
   for name, value in config.items():
     if isinstance(value, ConfigDict):
       found |= leaves(value, f"{prefix}{name}.")
@@ -82,7 +83,7 @@ def test_every_field_can_be_overridden(module, monkeypatch):
   monkeypatch.setattr(sys, "argv", command_line)
   config_flags.DEFINE_config_dict("config", blank, flag_values=values)
   values(command_line)
-  assert values["config"].value.to_dict() == config.to_dict()
+  assert values.config.to_dict() == config.to_dict()
 
 
 def test_each_call_gives_a_config_of_its_own(module):

@@ -1,12 +1,14 @@
 """Running our programs on a corpus and a model that take no time."""
 
+import contextlib
 import os
 import pathlib
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -14,6 +16,7 @@ from configs import quickstart
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = "configs/quickstart.py"
+TIMEOUT_S = 300  # for any program; all take a small part of it
 
 # Of configs/quickstart.py, by the dotted name of the field.
 TINY: Mapping[str, Any] = {
@@ -66,30 +69,57 @@ def tiny_flags(overrides: Mapping[str, Any]) -> list[str]:
   return [f"--config={CONFIG_FILE}", *as_flags(fields)]
 
 
+class Program(NamedTuple):
+  """A process, and the files that it writes to.
+
+  Files, because a pipe that nobody reads would stop a process that says much.
+  """
+
+  process: subprocess.Popen[str]
+  stdout: IO[str]
+  stderr: IO[str]
+
+  def result(self) -> subprocess.CompletedProcess[str]:
+    """Waits for the end."""
+    returncode = self.process.wait(timeout=TIMEOUT_S)
+    self.stdout.seek(0)
+    self.stderr.seek(0)
+    return subprocess.CompletedProcess(
+      self.process.args, returncode, self.stdout.read(), self.stderr.read()
+    )
+
+
+@contextlib.contextmanager
 def start(
   arguments: list[str], *, environment: Mapping[str, str]
-) -> subprocess.Popen[str]:
-  """Starts this interpreter in the repository's root."""
-  return subprocess.Popen(
-    [sys.executable, *arguments],
-    cwd=ROOT,
-    env=dict(environment),
-    stdin=subprocess.DEVNULL,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
+) -> Iterator[Program]:
+  """This interpreter, started in the repository's root; ends with the block."""
+  with (
+    tempfile.TemporaryFile("w+", encoding="utf-8") as stdout,
+    tempfile.TemporaryFile("w+", encoding="utf-8") as stderr,
+  ):
+    process = subprocess.Popen(
+      [sys.executable, *arguments],
+      cwd=ROOT,
+      env=dict(environment),
+      stdin=subprocess.DEVNULL,
+      stdout=stdout,
+      stderr=stderr,
+      text=True,
+    )
+    try:
+      yield Program(process, stdout, stderr)
+    finally:
+      process.kill()  # does nothing to one that has ended
+      process.wait()
 
 
 def run(
   arguments: list[str], *, environment: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
   """Runs this interpreter in the repository's root to its end."""
-  with start(arguments, environment=environment) as process:
-    output, errors = process.communicate()
-  return subprocess.CompletedProcess(
-    process.args, process.returncode, output, errors
-  )
+  with start(arguments, environment=environment) as program:
+    return program.result()
 
 
 def make_environment(compiled: pathlib.Path) -> dict[str, str]:

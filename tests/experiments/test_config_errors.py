@@ -1,7 +1,9 @@
 """A mistake in a config: one line that says what and how, nothing written."""
 
 import json
+from typing import Any
 
+import jax
 import pytest
 
 from experiments import train
@@ -15,7 +17,7 @@ def trained(corpus, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("trained")
   config = programs.tiny_config({"data.corpus": str(corpus)})
   data = train.load_data(config, workdir)
-  mesh = training.make_mesh()
+  mesh = training.make_mesh(devices=jax.devices()[:1])
   model = training.abstract_model(
     train.model_config(config), nn.Partitioning(mesh)
   )
@@ -52,7 +54,7 @@ def complaint(workdir, config, *, start="fresh"):
 
 
 # Overrides, and what the line must name: the value, and the remedy.
-MISTAKES = {
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
   "heads": (
     {"model.d_model": 30},
     ("d_model = 30", "num_heads = 4", "change one of them"),

@@ -141,11 +141,12 @@ def test_the_plots(workdir):
   for name in PLOTS:
     assert f"({name})" in text
     pixels = image.imread(workdir / name)
-    height, width, _ = pixels.shape
+    height, width = pixels.shape[:2]
     assert height > 200
     assert width > 400
     # Something is drawn: neither blank nor a single colour.
-    assert np.unique(pixels.reshape(height * width, -1), axis=0).shape[0] > 50
+    sample = pixels[::5, ::5].reshape(-1, pixels.shape[-1])
+    assert np.unique(sample, axis=0).shape[0] > 20
 
 
 def test_a_second_call_trains_nothing_again(workdir, arguments, environment):

@@ -28,7 +28,7 @@ def test_contenders_take_turns_with_all_arguments():
 
 
 def test_rounds_go_on_for_the_time_asked_for():
-  calls = []
+  calls: list[int] = []
   contender = timing.Contender(calls.append, [(0,)], temporary_bytes=None)
   timing.interleaved({"a": contender}, min_seconds=0.05)
   assert len(calls) > 9

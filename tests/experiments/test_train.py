@@ -98,19 +98,19 @@ def arguments(workdir, overrides):
 
 def stop(arguments, workdir, number, *, after_step, environment):
   """Runs a program and sends it a signal after a step and a checkpoint."""
-  with programs.start(arguments, environment=environment) as process:
-    while process.poll() is None:
+  with programs.start(arguments, environment=environment) as program:
+    while program.process.poll() is None:
       records = training.read_metrics(workdir, kind="train")
       saved = training.saved_steps(workdir / "checkpoints")
       if saved and records and records[-1]["step"] >= after_step:
-        process.send_signal(number)
+        program.process.send_signal(number)
         break
       time.sleep(0.01)
-    output, errors = process.communicate()
+    result = program.result()
   return Stopped(
-    process.returncode,
-    output,
-    errors,
+    result.returncode,
+    result.stdout,
+    result.stderr,
     [r["step"] for r in training.read_metrics(workdir, kind="train")],
     training.saved_steps(workdir / "checkpoints"),
   )

@@ -76,12 +76,10 @@ def test_the_calls_have_the_activity_of_the_model(model, tokens):
 
 def test_dense_layers_compute_the_same(model, tokens):
   call = trained_ffn.layer_calls(model, tokens)[1]
-  x, gate, up, down = (
-    None if leaf is None else np.asarray(leaf, np.float64) for leaf in call
-  )
-  assert x is not None
-  assert gate is not None
-  h = np.maximum(x @ gate.T, 0) * (1 if up is None else x @ up.T)
+  x, gate, down = (np.float64(a) for a in (call.x, call.gate, call.down))
+  h = np.maximum(x @ gate.T, 0)
+  if call.up is not None:
+    h *= x @ np.float64(call.up).T
   expected = h @ down
   up_kernel = None if call.up is None else call.up.T
   for rows in (14, 1):

@@ -2,8 +2,8 @@
 
 Every product is computed for every neuron, in the dtype of the inputs, with
 roundings where an ordinary dense layer has them. Gradients are those of
-`jax.grad` of that layer (tested), with d|h|/dh = 0 at h = 0, written out so that
-all implementations share one `jax.custom_vjp` (see ffn.py).
+`jax.grad` of that layer (tested), with d|h|/dh = 0 at h = 0, written out so
+that all implementations share one `jax.custom_vjp` (see ffn.py).
 """
 
 import jax.numpy as jnp
