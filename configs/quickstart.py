@@ -13,7 +13,7 @@ def get_config() -> ConfigDict:
   """The default configuration of the quickstart."""
   config = ConfigDict()
   config.seed = 0  # of the parameters and the order of the text
-  config.steps = 400  # updates; × batch_size × seq_len tokens each
+  config.steps = 450  # updates; × batch_size × seq_len tokens each
   config.accumulation_steps = 1  # micro-batches per update
 
   config.model = ConfigDict()
@@ -56,9 +56,9 @@ def get_config() -> ConfigDict:
   config.optimizer.clip_norm = 1.0
 
   config.l1 = ConfigDict()
-  config.l1.coefficient = 2e-3  # λ of mean-over-layers l1; 0 trains the twin
+  config.l1.coefficient = 3e-3  # λ of mean-over-layers l1; 0 trains the twin
   config.l1.start_step = 0  # λ is 0 before
-  config.l1.warmup_steps = 100  # steps from 0 to the coefficient
+  config.l1.warmup_steps = 50  # steps from 0 to the coefficient
 
   config.mesh = ConfigDict()
   config.mesh.data = -1  # −1: the devices that the other axes leave
@@ -67,9 +67,9 @@ def get_config() -> ConfigDict:
 
   config.log_every_steps = 10
   config.eval = ConfigDict()
-  config.eval.every_steps = 100
-  config.eval.batches = 8  # of held-out text; 0 is all
+  config.eval.every_steps = 50
+  config.eval.batches = 16  # of held-out text; 0 is all
   config.checkpoint = ConfigDict()
-  config.checkpoint.every_steps = 200
+  config.checkpoint.every_steps = 150
   config.checkpoint.keep = 2  # the latest ones, besides the best
   return config

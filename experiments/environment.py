@@ -4,11 +4,10 @@ import datetime
 import os
 import platform
 import subprocess
+from importlib import metadata
 from typing import Any
 
-import flax
 import jax
-import jaxlib
 
 
 def describe() -> dict[str, Any]:
@@ -17,9 +16,7 @@ def describe() -> dict[str, Any]:
     "device": _device(),
     "versions": {
       "python": platform.python_version(),
-      "jax": jax.__version__,
-      "jaxlib": jaxlib.__version__,
-      "flax": flax.__version__,
+      **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax")},
     },
     "date": datetime.date.today().isoformat(),
     "revision": _revision(),

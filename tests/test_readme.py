@@ -79,9 +79,9 @@ def test_code_runs(index, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
   ("missing", "pattern"),
   [
-    (missing_modules, _MODULE),
-    (missing_targets, _TARGET),
-    (missing_paths, _LINK),
+    pytest.param(missing_modules, _MODULE, id="modules"),
+    pytest.param(missing_targets, _TARGET, id="targets"),
+    pytest.param(missing_paths, _LINK, id="paths"),
   ],
 )
 def test_what_is_named_exists(

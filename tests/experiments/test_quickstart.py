@@ -2,12 +2,14 @@
 
 import json
 import re
+import types
 
 import numpy as np
 import pytest
+from absl import flags
 from matplotlib import image
 
-from experiments import report
+from experiments import quickstart, report
 from tests.experiments import programs
 from twell_jax import training
 
@@ -169,6 +171,29 @@ def test_a_second_call_trains_nothing_again(workdir, arguments, environment):
   again = json.loads((workdir / "report.json").read_text())
   for name in ("held_out_loss", "activity", "config", "parameters"):
     assert again[name] == report_before[name]
+
+
+@pytest.mark.parametrize(
+  ("overrides", "prefill_tokens", "message"),
+  [
+    ({}, 10**6, r"prefill_tokens = 1000000 .*held_out_fraction"),
+    ({"model.activation": "silu"}, 8, r"activation = 'silu' .* use 'relu'"),
+    ({"model.num_heads": 5}, 8, r"d_model = 32 .* num_heads = 5"),
+  ],
+)
+def test_mistakes_are_found_before_the_training(
+  overrides, prefill_tokens, message, corpus, tmp_path, monkeypatch
+):
+  values = types.SimpleNamespace(
+    workdir=str(tmp_path),
+    config=programs.tiny_config({"data.corpus": str(corpus)} | overrides),
+    prefill_tokens=prefill_tokens,
+    min_seconds=0.0,
+  )
+  monkeypatch.setattr(flags, "FLAGS", values)
+  with pytest.raises(ValueError, match=message):
+    quickstart.main()
+  assert not (tmp_path / "sparse").exists()
 
 
 def test_the_figures_of_merit():

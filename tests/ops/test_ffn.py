@@ -50,24 +50,24 @@ def spread(pairs, dtype) -> Spread:
 def assert_no_worse(name, triples, dtype):
   """Errors of (exact, actual, plain) against 1.5 × those of plain.
 
-  As much as the rounding of the output is allowed in any case: one unit, or two
-  of the one number l1.
+  As much as the rounding of the output, one unit, is allowed in any case. Few
+  numbers are held to four instead of either, since the sums that they come from
+  may all cancel: with one feature those of a case are multiples of one another.
   """
+  few = np.shape(triples[0][0])[-1:] in ((), (1,))
+  factor, units = (4, 4) if few else (1.5, 1)
+  if few:
+    triples = pooled(triples)
   ours = spread([(actual, exact) for exact, actual, _ in triples], dtype)
   dense = spread([(plain, exact) for exact, _, plain in triples], dtype)
-  units = 2 if name == "l1" else 1
-  assert ours.rms <= max(1.5 * dense.rms, units), (name, ours, dense)
+  assert ours.rms <= max(factor * dense.rms, units), (name, ours, dense)
   # The largest of many errors is about four times their root mean square.
-  largest = max(1.5 * dense.largest, 4 * units)
+  largest = max(factor * dense.largest, 4 * units)
   assert ours.largest <= largest, (name, ours, dense)
 
 
 def pooled(triples):
-  """One (exact, actual, plain) of all, for few numbers in each.
-
-  Sums that happen to cancel are then small beside others, not beside their own
-  rounding errors.
-  """
+  """One (exact, actual, plain) of all: small results, beside larger ones."""
   return [
     tuple(
       np.concatenate(
@@ -101,8 +101,7 @@ def assert_no_less_exact_than_dense(cases, setting, dtype):
       continue
     if name != "l1":
       assert triples[0][1].dtype == dtype
-    is_small = cases[0].x.size < 1000
-    assert_no_worse(name, pooled(triples) if is_small else triples, dtype)
+    assert_no_worse(name, triples, dtype)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def _sparse_forward(x, z, up, down, pattern, plan, sizes, store):
     x_tile = x[tile.read]
 
     def step(s, carry):
-      total, l1, blocks = carry
+      total, l1_rows, blocks = carry
       columns, valid = take_slots(tile, s, slots=sizes.slots)
       h = _gate_values(z, tile.read[:, None], columns, valid)
       if up is not None:
@@ -204,13 +204,15 @@ def _sparse_forward(x, z, up, down, pattern, plan, sizes, store):
         blocks = lax.dynamic_update_index_in_dim(
           blocks, u, plan.first[i] + s, axis=0
         )
-      return add_rows(total, h, down, columns), l1 + jnp.sum(jnp.abs(h)), blocks
+      l1_rows += jnp.sum(jnp.abs(h), axis=1)
+      return add_rows(total, h, down, columns), l1_rows, blocks
 
     total = jnp.zeros((sizes.tile, x.shape[1]), dtype)
-    total, l1, blocks = lax.fori_loop(
-      0, plan.steps[i], step, (total, l1, blocks)
+    l1_rows = jnp.zeros((sizes.tile,), dtype)
+    total, l1_rows, blocks = lax.fori_loop(
+      0, plan.steps[i], step, (total, l1_rows, blocks)
     )
-    return _put_rows(y, tile.write, total), l1, blocks
+    return _put_rows(y, tile.write, total), l1 + jnp.sum(l1_rows), blocks
 
   blocks = _no_blocks(x, sizes) if store else None
   start = jnp.zeros_like(x), jnp.zeros((), dtype), blocks
