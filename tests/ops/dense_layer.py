@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+ACTIVITIES = ("mixed", "nothing", "everything", "one token", "heavy tail")
+GRADIENTS = ("dx", "dgate", "dup", "ddown")
+
 # The weight of l1 in the losses here.
 L1_WEIGHT = 0.75
 

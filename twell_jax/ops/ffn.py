@@ -37,7 +37,7 @@ def sparse_ffn(
   share of the neurons is active; products are accumulated in at least float32.
   A neuron is active at a token if its gate is positive or NaN. A token whose x
   is not finite has a non-finite y wherever the dense layer's is, and no effect
-  on other tokens. One thing differs: a dense layer makes 0 · ∞ = NaN of an
+  on other tokens beyond rounding. One thing differs: a dense layer makes 0 · ∞ = NaN of an
   infinite u at a silent neuron, which is skipped here. Infinities and NaN among
   the parameters or the cotangents spread at least to the active neurons and at
   most as far as in the dense layer.
@@ -63,7 +63,7 @@ def sparse_ffn(
     Cetin et al., Sparser, Faster, Lighter Transformer Language Models,
     arXiv 2603.23198.
   """
-  _check_arguments(x, gate, up, down)
+  check_arguments(x, gate, up, down)
   name = "xla" if implementation is None else implementation
   if name not in IMPLEMENTATIONS:
     raise ValueError(
@@ -78,9 +78,10 @@ def sparse_ffn(
   return FFNOutput(y.reshape(x.shape), activity._replace(active=active))
 
 
-def _check_arguments(
+def check_arguments(
   x: Array, gate: Array, up: Array | None, down: Array
 ) -> None:
+  """Raises the ValueErrors of `sparse_ffn` about its arrays."""
   if x.ndim == 0 or x.shape[-1] == 0 or gate.ndim != 2 or gate.shape[0] == 0:
     raise ValueError(
       f"x {x.shape} and gate {gate.shape} must be [..., d_model] and [d_ff,"

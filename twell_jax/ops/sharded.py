@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from twell_jax.ops.ffn import sparse_ffn
+from twell_jax.ops.ffn import check_arguments, sparse_ffn
 from twell_jax.ops.outputs import Activity, FFNOutput
 
 
@@ -49,6 +49,12 @@ def sharded_sparse_ffn(
   Raises:
     ValueError: An unknown mesh axis, or a size that its axes do not divide.
   """
+  check_arguments(x, gate, up, down)
+  if x.ndim < 2:
+    raise ValueError(
+      f"x has shape {x.shape} but must have a first axis to split over"
+      f" {token_axes}: [batch, ..., d_model]"
+    )
   sizes = dict(mesh.shape)
   for axis in (*token_axes, neuron_axis):
     if axis not in sizes:
