@@ -37,10 +37,10 @@ def sparse_ffn(
   share of the neurons is active; products are accumulated in at least float32.
   A neuron is active at a token if its gate is positive or NaN. A token whose x
   is not finite has a non-finite y wherever the dense layer's is, and no effect
-  on other tokens beyond rounding. One thing differs: a dense layer makes 0 · ∞ = NaN of an
-  infinite u at a silent neuron, which is skipped here. Infinities and NaN among
-  the parameters or the cotangents spread at least to the active neurons and at
-  most as far as in the dense layer.
+  on other tokens beyond rounding. One thing differs: a dense layer makes
+  0 · ∞ = NaN of an infinite u at a silent neuron, which is skipped here.
+  Infinities and NaN among the parameters or the cotangents spread at least to
+  the active neurons and at most as far as in the dense layer.
 
   Works under jit, grad, vmap, scan and remat; leading axes of x cost less than
   vmap. Forward-mode differentiation is not defined.

@@ -1,20 +1,19 @@
 """The layer in portable XLA: a dense gate matmul, then active neurons only.
 
-    z = x gateᵀ ─► bit pattern of {z > 0} ─► tokens sorted by active neurons
-      └► tiles of tokens ─► a loop over their slots, 8 at a time:
+    z = x gateᵀ ─► bit pattern of {z > 0} ─► segments of tokens (tiles.py)
+      └► tiles of segments ─► a loop over their slots, 8 at a time:
            column of a slot ─► u = x · up[column] ─► y += (z u) down[column]
 
-A tile's loop ends with its fullest token, and a column is searched when its
-slot is reached: exact for any number of active neurons, no capacity, no
-overflow. The backward pass runs the same loop for dx, and another over tiles of
-neurons, with the transposed pattern, for the gradients of the weights. That one
-reads u = x · up[column] and dt = dy · down[column] where the loops over tokens
-stored them.
+A column is searched when its slot is reached: exact for any number of active
+neurons, no capacity, no overflow. The backward pass runs the same loop for dx,
+and another over segments of neurons, with the transposed pattern, for the
+gradients of the weights. That one reads u = x · up[column] and
+dt = dy · down[column] where the loops over tokens stored them.
 
 Rows of a matrix are read where they lie: a gather that feeds a multiply-add is
-one XLA fusion and materialises nothing. If the work that a pattern asks for
-exceeds a share of the dense layer's, both passes compute the dense products
-instead, by a `lax.cond` on device: a choice of speed, not of result.
+one XLA fusion and materialises nothing. If more than a share of the neurons is
+active, both passes compute the dense products instead, by a `lax.cond` on
+device: a choice of speed, not of result.
 """
 
 from collections.abc import Callable
@@ -34,10 +33,17 @@ from twell_jax.formats.bits import (
 from twell_jax.ops import reference
 from twell_jax.ops.gathered import accumulation_dtype, add_rows, row_dots
 from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
-from twell_jax.ops.tiles import Plan, make_plan, take_slots, take_tile
+from twell_jax.ops.tiles import (
+  Plan,
+  make_plan,
+  max_steps,
+  slot_address,
+  take_slots,
+  take_tile,
+)
 
-# Share of the dense layer's multiply-adds up to which the sparse loops win on
-# CPU, by bytes per number (measured with experiments/bench_ffn.py).
+# Active share of the neurons up to which the sparse loops win on CPU, by bytes
+# per number (measured with experiments/bench_ffn.py).
 _SPARSE_LIMIT = {2: 0.05, 4: 0.10, 8: 0.10}
 
 # Numbers in the accumulator of a tile: enough to spread the cost of a step, few
@@ -73,37 +79,46 @@ def forward_with_residuals(
 class _Sizes(NamedTuple):
   """Static sizes of the loops, from the shape of a call."""
 
-  tile: int  # tokens of a tile
-  slots: int  # active neurons of each token in a step
-  max_steps: int  # steps up to which sparse is taken to be faster than dense
-  neuron_tile: int  # neurons of a tile, for the gradients of the weights
+  tile: int  # segments of tokens in a tile
+  slots: int  # active neurons of each segment in a step
+  max_active: int  # active neurons of all tokens up to which sparse is faster
+  max_steps: int  # steps that these take at most
+  neuron_tile: int  # segments of neurons in a tile, for dgate, dup and ddown
 
 
 def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> _Sizes:
   tokens, d_model = x.shape
+  if tokens * d_ff >= 2**31:
+    raise ValueError(
+      f"{tokens} tokens × {d_ff} neurons must be below 2^31, the range of the"
+      " counters: call the layer on fewer tokens at once"
+    )
   power_of_two = 2 ** ((_TILE_NUMBERS // d_model).bit_length() - 1)
   largest = min(_MAX_TILE, max(2, power_of_two))
   tile = min(largest, tokens)
   slots = min(32, max(8, 512 // tile))
-  work = _SPARSE_LIMIT[x.dtype.itemsize] * tokens * d_ff
+  share = min(1.0, _SPARSE_LIMIT[x.dtype.itemsize])
+  max_active = int(share * tokens * d_ff)
   return _Sizes(
     tile=tile,
     slots=slots,
-    max_steps=int(work / (tile * slots)),
+    max_active=max_active,
+    max_steps=max_steps(tokens, tile=tile, slots=slots, max_active=max_active),
     neuron_tile=min(largest // 2, d_ff),
   )
 
 
-def _by_work[Result](
-  plan: Plan,
+def _by_activity[Result](
+  pattern: Pattern,
   sizes: _Sizes,
   sparse: Callable[[], Result],
   dense: Callable[[], Result],
 ) -> Result:
   """The result of `sparse` or `dense`, whichever should be the faster."""
-  if sizes.max_steps == 0:
+  if sizes.max_active == 0:
     return dense()
-  return lax.cond(plan.num_steps <= sizes.max_steps, sparse, dense)
+  active = jnp.sum(pattern.counts)
+  return lax.cond(active <= sizes.max_active, sparse, dense)
 
 
 def _forward(
@@ -121,7 +136,6 @@ def _forward(
   active = is_active(z)
   pattern = rows_pattern(active)
   sizes = _sizes(x, gate.shape[0])
-  plan = make_plan(pattern.counts, tile=sizes.tile, slots=sizes.slots)
 
   def dense():
     u = None if up is None else reference.per_neuron(x_rows, up)
@@ -130,9 +144,9 @@ def _forward(
     return (h @ down)[:tokens], l1, _no_blocks(x, sizes) if store else None
 
   def sparse():
-    return _sparse_forward(x, z, up, down, pattern, plan, sizes, store)
+    return _sparse_forward(x, z, up, down, pattern, sizes, store)
 
-  y, l1, u_blocks = _by_work(plan, sizes, sparse, dense)
+  y, l1, u_blocks = _by_activity(pattern, sizes, sparse, dense)
   activity = Activity(
     l1=l1.astype(jnp.float32) / tokens,
     active=pattern.counts,
@@ -172,20 +186,28 @@ def _gate_values(
   return jnp.where(valid, values, 0)
 
 
-def _put_rows(
+def _token_plan(pattern: Pattern, sizes: _Sizes) -> Plan:
+  return make_plan(
+    pattern.counts,
+    tile=sizes.tile,
+    slots=sizes.slots,
+    max_active=sizes.max_active,
+  )
+
+
+def _add_at(
   matrix: Float[Array, "rows width"],
   rows: Int32[Array, "tile"],
   values: Float[Array, "tile width"],
 ) -> Float[Array, "rows width"]:
-  """Rows of the matrix replaced; those out of range (padding) are dropped."""
-  return matrix.at[rows].set(
-    values.astype(matrix.dtype), mode="drop", unique_indices=True
-  )
+  """Adds the sums of segments to their rows; padding is out of range."""
+  return matrix.at[rows].add(values, mode="drop")
 
 
-def _sparse_forward(x, z, up, down, pattern, plan, sizes, store):
+def _sparse_forward(x, z, up, down, pattern, sizes, store):
   """y, the sum of |h|, and the blocks of u if they are to be stored."""
   dtype = accumulation_dtype(x.dtype)
+  plan = _token_plan(pattern, sizes)
 
   def one_tile(i, carry):
     y, l1, blocks = carry
@@ -212,11 +234,18 @@ def _sparse_forward(x, z, up, down, pattern, plan, sizes, store):
     total, l1_rows, blocks = lax.fori_loop(
       0, plan.steps[i], step, (total, l1_rows, blocks)
     )
-    return _put_rows(y, tile.write, total), l1 + jnp.sum(l1_rows), blocks
+    return _add_at(y, tile.write, total), l1 + jnp.sum(l1_rows), blocks
 
   blocks = _no_blocks(x, sizes) if store else None
-  start = jnp.zeros_like(x), jnp.zeros((), dtype), blocks
-  return lax.fori_loop(0, plan.steps.shape[0], one_tile, start)
+  start = jnp.zeros(x.shape, dtype), jnp.zeros((), dtype), blocks
+  y, l1, blocks = _over_tiles(plan, one_tile, start)
+  return y.astype(x.dtype), l1, blocks
+
+
+def _over_tiles(plan, one_tile, start):
+  """The loop over tiles; the first ones may be all padding."""
+  empty = jnp.sum(plan.steps == 0, dtype=jnp.int32)
+  return lax.fori_loop(empty, plan.steps.shape[0], one_tile, start)
 
 
 def backward(
@@ -232,13 +261,13 @@ def backward(
   z, pattern = kept[0], Pattern(*kept[1:3])
   u_blocks = None if up is None else kept[3]
   sizes = _sizes(x, gate.shape[0])
-  plan = make_plan(pattern.counts, tile=sizes.tile, slots=sizes.slots)
 
   def dense():
     residuals = (z,) if up is None else (z, reference.per_neuron(x, up))
     return reference.backward(residuals, x, gate, up, down, dy, dl1)
 
   def sparse():
+    plan = _token_plan(pattern, sizes)
     dx, dt_blocks = _sparse_dx(
       x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes
     )
@@ -247,7 +276,7 @@ def backward(
     weights = _sparse_weights(stored, transposed, x, dy, sizes)
     return Gradients(dx, *weights)
 
-  return _by_work(plan, sizes, sparse, dense)
+  return _by_activity(pattern, sizes, sparse, dense)
 
 
 def _sparse_dx(x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes):
@@ -278,10 +307,11 @@ def _sparse_dx(x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes):
 
     total = jnp.zeros((sizes.tile, x.shape[1]), dtype)
     total, dt_blocks = lax.fori_loop(0, plan.steps[i], step, (total, dt_blocks))
-    return _put_rows(dx, tile.write, total), dt_blocks
+    return _add_at(dx, tile.write, total), dt_blocks
 
-  start = jnp.zeros_like(x), _no_blocks(x, sizes)
-  return lax.fori_loop(0, plan.steps.shape[0], one_tile, start)
+  start = jnp.zeros(x.shape, dtype), _no_blocks(x, sizes)
+  dx, dt_blocks = _over_tiles(plan, one_tile, start)
+  return dx.astype(x.dtype), dt_blocks
 
 
 class _Stored(NamedTuple):
@@ -297,9 +327,12 @@ class _Stored(NamedTuple):
 def _sparse_weights(stored, transposed, x, dy, sizes):
   """Gradients of gate, up and down: rows of x and dy, summed per neuron."""
   gated = stored.u_blocks is not None
-  positions = stored.plan.positions()
+  dtype = accumulation_dtype(x.dtype)
   plan = make_plan(
-    transposed.counts, tile=sizes.neuron_tile, slots=_NEURON_SLOTS
+    transposed.counts,
+    tile=sizes.neuron_tile,
+    slots=_NEURON_SLOTS,
+    max_active=sizes.max_active,
   )
 
   def one_tile(i, carry):
@@ -314,7 +347,8 @@ def _sparse_weights(stored, transposed, x, dy, sizes):
         word_stride=1,
         bit_stride=transposed.words.shape[1],
       )
-      address = _slot_address(stored, positions, tokens, neurons)
+      rank = rank_of(stored.pattern, tokens, neurons)
+      address = slot_address(stored.plan, tokens, rank, slots=sizes.slots)
 
       def read(blocks):
         values = blocks.at[address].get(mode="clip")
@@ -333,36 +367,13 @@ def _sparse_weights(stored, transposed, x, dy, sizes):
         add_rows(ddown, p * u, dy, tokens),
       )
 
-    zeros = jnp.zeros(
-      (sizes.neuron_tile, x.shape[1]), accumulation_dtype(x.dtype)
-    )
+    zeros = jnp.zeros((sizes.neuron_tile, x.shape[1]), dtype)
     totals = lax.fori_loop(0, plan.steps[i], step, (zeros,) * len(carry))
     return tuple(
-      _put_rows(matrix, tile.write, total)
-      for matrix, total in zip(carry, totals)
+      _add_at(matrix, tile.write, total) for matrix, total in zip(carry, totals)
     )
 
-  zeros = jnp.zeros((transposed.words.shape[0], x.shape[1]), x.dtype)
-  # Tiles come with counts ascending: those of silent neurons stay zero.
-  silent = jnp.sum(plan.steps == 0)
-  grads = lax.fori_loop(
-    silent, plan.steps.shape[0], one_tile, (zeros,) * (3 if gated else 2)
-  )
+  zeros = jnp.zeros((transposed.words.shape[0], x.shape[1]), dtype)
+  grads = _over_tiles(plan, one_tile, (zeros,) * (3 if gated else 2))
+  grads = tuple(grad.astype(x.dtype) for grad in grads)
   return grads if gated else (grads[0], None, grads[1])
-
-
-def _slot_address(
-  stored: _Stored,
-  positions: Int32[Array, "padded_tokens"],
-  tokens: Int32[Array, "tile slots"],
-  neurons: Int32[Array, "tile 1"],
-) -> tuple[Array, Array, Array]:
-  """Block, row and slot in which the token loops stored (token, neuron).
-
-  Of a pair that is not active it may be out of range.
-  """
-  _, tile, slots = stored.dt_blocks.shape
-  slot = rank_of(stored.pattern, tokens, neurons)
-  position = positions.at[tokens].get(mode=_TRUSTED)
-  first = stored.plan.first.at[position // tile].get(mode=_TRUSTED)
-  return first + slot // slots, position % tile, slot % slots
