@@ -56,7 +56,7 @@ def get_config() -> ConfigDict:
   config.optimizer.clip_norm = 1.0
 
   config.l1 = ConfigDict()
-  config.l1.coefficient = 3e-3  # λ of mean-over-layers l1; 0 trains the twin
+  config.l1.coefficient = 4e-3  # λ of mean-over-layers l1; 0 trains the twin
   config.l1.start_step = 0  # λ is 0 before
   config.l1.warmup_steps = 50  # steps from 0 to the coefficient
 
@@ -67,8 +67,8 @@ def get_config() -> ConfigDict:
 
   config.log_every_steps = 10
   config.eval = ConfigDict()
-  config.eval.every_steps = 50
-  config.eval.batches = 16  # of held-out text; 0 is all
+  config.eval.every_steps = 150
+  config.eval.batches = 0  # of held-out text; 0 is all
   config.checkpoint = ConfigDict()
   config.checkpoint.every_steps = 150
   config.checkpoint.keep = 2  # the latest ones, besides the best

@@ -225,9 +225,11 @@ def _plot_speed(figures: Mapping[str, Any]) -> plt.Figure:
     color=_COLOURS["sparse"],
     height=0.55,
   )
-  axes.bar_label(
+  labels = axes.bar_label(
     bars, [f"{row['ratio']:.2f}× as fast" for row in rows], padding=4
   )
+  for label in labels:  # readable across the line of the dense time
+    label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
   axes.axvline(1, color=_COLOURS["dense"], linestyle="--", label="dense")
   axes.margins(x=0.25)
   axes.legend(frameon=False, loc="lower right")

@@ -23,6 +23,5 @@ def setting(request, monkeypatch):
   """Each implementation, with each of its branches forced in turn."""
   chosen = SETTINGS[request.param]
   if chosen.sparse_share is not None:
-    shares = dict.fromkeys((2, 4, 8), chosen.sparse_share)
-    monkeypatch.setattr(xla, "_SPARSE_LIMIT", shares)
+    monkeypatch.setattr(xla, "sparse_share", lambda *_: chosen.sparse_share)
   return chosen

@@ -14,8 +14,8 @@ from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
 class Setting:
   """An implementation, and the branch that it is made to take.
 
-  `sparse_share` is the share of dense work up to which the xla implementation
-  takes its sparse branch; None leaves it as it is. It counts while a function
+  `sparse_share` is the active share of the neurons up to which the xla
+  implementation takes its sparse branch; None leaves it as it is. It counts while a function
   is traced.
   """
 
@@ -27,10 +27,9 @@ class Setting:
     return sparse_ffn(x, gate, up, down, implementation=self.implementation)
 
 
-# "xla" alone takes the branch that the inputs ask for. 128 times the dense work
-# is more than one token's one neuron makes of a step.
+# "xla" alone takes the branch that the inputs ask for.
 SETTINGS = {name: Setting(name) for name in IMPLEMENTATIONS} | {
-  "xla-sparse": Setting("xla", 128.0),
+  "xla-sparse": Setting("xla", 1.0),
   "xla-dense": Setting("xla", 0.0),
 }
 

@@ -188,9 +188,10 @@ def test_settings_take_their_branches(rng):
   case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
   with pytest.MonkeyPatch.context() as patch:
     outputs = {}
-    for name, share in (("xla-sparse", 128.0), ("xla-dense", 0.0)):
+    for name in ("xla-sparse", "xla-dense"):
+      share = SETTINGS[name].sparse_share
       patch.setattr(
-        "twell_jax.ops.xla._SPARSE_LIMIT", dict.fromkeys((2, 4, 8), share)
+        "twell_jax.ops.xla.sparse_share", lambda *_, share=share: share
       )
       outputs[name] = np.asarray(results_of(SETTINGS[name])(case).y)
   assert (outputs["xla-sparse"] != outputs["xla-dense"]).any()
