@@ -1,4 +1,5 @@
 import dataclasses
+from typing import Any, cast
 
 import pytest
 from flax import nnx
@@ -11,7 +12,7 @@ from twell_jax.nn import (
   paper_config,
 )
 
-VALID = {
+VALID: dict[str, Any] = {
   "vocab_size": 12,
   "d_model": 16,
   "d_ff": 24,
@@ -86,4 +87,4 @@ def test_paper_sizes(size, parameters):
 def test_paper_config_takes_overrides():
   assert paper_config("1b", remat="layer").remat == "layer"
   with pytest.raises(ValueError, match=r"size = '7b' is unknown.*0p5b"):
-    paper_config("7b")
+    paper_config(cast(Any, "7b"))

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from twell_jax.nn import TransformerConfig, TransformerLM, logical_axes
 
 
 def tiny(**changes):
-  fields = {
+  fields: dict[str, Any] = {
     "vocab_size": 13,
     "d_model": 16,
     "d_ff": 24,

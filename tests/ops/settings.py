@@ -15,8 +15,8 @@ class Setting:
   """An implementation, and the branch that it is made to take.
 
   `sparse_share` is the active share of the neurons up to which the xla
-  implementation takes its sparse branch; None leaves it as it is. It counts while a function
-  is traced.
+  implementation takes its sparse branch; None leaves it as it is. It counts
+  while a function is traced.
   """
 
   implementation: str

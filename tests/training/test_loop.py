@@ -1,6 +1,7 @@
 import dataclasses
 import math
 import signal
+from typing import Any
 
 import jax
 import numpy as np
@@ -206,4 +207,4 @@ def test_input_that_ends(run, corpus):
 )
 def test_options_are_checked(name):
   with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
-    dataclasses.replace(OPTIONS, **{name: 0})
+    dataclasses.replace(OPTIONS, **dict[str, Any]({name: 0}))
