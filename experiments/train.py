@@ -12,6 +12,7 @@ import sys
 from typing import Literal, NamedTuple
 
 import grain
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
@@ -63,6 +64,8 @@ def load_data(config: ConfigDict, workdir: pathlib.Path) -> data_lib.Data:
     vocab_size=config.model.vocab_size,
     seed=config.seed,
     cache_dir=cache_dir,
+    shard_index=jax.process_index(),
+    shard_count=jax.process_count(),
   )
 
 
