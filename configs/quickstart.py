@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
   config.model.num_layers = 3
   config.model.num_heads = 3  # query heads
   config.model.num_kv_heads = 1  # key and value heads, which query heads share
+  config.model.head_dim = 0  # width of a head; 0 is d_model / num_heads
   config.model.activation = "relu"  # "relu" sparse, "silu" a dense baseline
   config.model.gated = True  # with an up projection
   config.model.tie_embeddings = True  # output matrix = input embedding

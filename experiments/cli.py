@@ -19,8 +19,8 @@ def define_config(default: str | None, help_text: str) -> None:
 def run(main: Callable[[], int]) -> None:
   """Parses the flags and exits with what `main` returns.
 
-  A mistake of the caller, in the flags or found by `main` (a ValueError), is
-  one line on stderr and exit code 2.
+  A mistake of the caller, in the flags or found by `main` (a ValueError), and
+  what the file system refuses are one line on stderr and exit code 2.
   """
   app.run(lambda argv: _reported(main, argv), flags_parser=_parse_flags)
 
@@ -30,10 +30,15 @@ def _reported(main: Callable[[], int], argv: list[str]) -> int:
     return _report(f"unexpected argument {argv[1]!r}: flags begin with --")
   try:
     return main()
-  except (ValueError, FloatingPointError) as error:
+  except (ValueError, FloatingPointError, OSError) as error:
     if _TRACEBACK.value:
       raise
     return _report(error)
+  except KeyboardInterrupt:
+    # While a model trains, the loop takes Ctrl-C and saves; this is any other
+    # moment, with nothing of its own to save.
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

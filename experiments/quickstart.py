@@ -10,6 +10,8 @@ interrupted quickstart continues when it is started again.
 
 import json
 import pathlib
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -69,10 +71,17 @@ def held_out_activity(
 
 def _train(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
   """Trains, or continues where an interrupted quickstart stopped."""
-  saved = training.saved_steps(workdir / "checkpoints")
-  return train.run(
-    config, workdir=workdir, start="resume" if saved else "fresh"
-  )
+  checkpoints = workdir / "checkpoints"
+  if not training.saved_steps(checkpoints):
+    return train.run(config, workdir=workdir)
+  with training.Checkpoints(checkpoints) as saved:
+    differences = training.config_differences(saved.config(), config.to_dict())
+  if differences:
+    raise ValueError(
+      f"{workdir} has a model of another config ({'; '.join(differences)}):"
+      " choose another workdir"
+    )
+  return train.run(config, workdir=workdir, start="resume")
 
 
 def _twin(config: ConfigDict) -> ConfigDict:
@@ -190,6 +199,9 @@ def main() -> int:
     "corpus_tokens": sparse.data.num_train_tokens,
     "held_out_tokens": sparse.data.num_held_out_tokens,
     "held_out_bytes_per_token": sparse.data.held_out_bytes_per_token,
+    "command": shlex.join(
+      ["python", "-m", "experiments.quickstart", *sys.argv[1:]]
+    ),
     "minutes": (time.perf_counter() - started_s) / 60,
     "config": config.to_dict(),
     **environment.describe(),

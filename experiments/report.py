@@ -127,8 +127,10 @@ def _markdown(figures: Mapping[str, Any]) -> str:
     "![speed](speed.png)",
     "",
     f"Measured on {figures['date']}, {figures['device']}; {versions}; revision"
-    f" {figures['revision']}; {figures['minutes']:.1f} minutes in all. The"
-    " command: `make quickstart`.",
+    f" {figures['revision']}; {figures['minutes']:.1f} minutes since the last"
+    " start.",
+    "",
+    f"    {figures['command']}",
     "",
   ]
   return "\n".join(lines)

@@ -34,9 +34,9 @@ class Run(NamedTuple):
 def model_config(config: ConfigDict) -> nn.TransformerConfig:
   """The model that a config asks for, checked."""
   fields = dict(config.model)
-  return nn.TransformerConfig(
-    **fields | {"implementation": fields["implementation"] or None}
-  )
+  for name in ("head_dim", "implementation"):  # 0 and "" leave the choice
+    fields[name] = fields[name] or None
+  return nn.TransformerConfig(**fields)
 
 
 def train_options(config: ConfigDict) -> training.TrainOptions:

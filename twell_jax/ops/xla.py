@@ -104,10 +104,9 @@ def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> _Sizes:
       f"{tokens} tokens × {d_ff} neurons must be below 2^31, the range of the"
       " counters: call the layer on fewer tokens at once"
     )
-  power_of_two = 2 ** ((_TILE_NUMBERS // d_model).bit_length() - 1)
-  largest = min(_MAX_TILE, max(2, power_of_two))
+  largest = min(_MAX_TILE, max(2, _power_of_two(_TILE_NUMBERS // d_model)))
   tile = min(largest, tokens)
-  slots = min(32, max(8, 512 // tile))
+  slots = min(32, max(8, _power_of_two(512 // tile)))
   share = sparse_share(tokens, d_model, x.dtype.itemsize)
   max_active = int(share * tokens * d_ff)
   return _Sizes(
@@ -117,6 +116,11 @@ def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> _Sizes:
     max_steps=max_steps(tokens, tile=tile, slots=slots, max_active=max_active),
     neuron_tile=min(largest // 2, d_ff),
   )
+
+
+def _power_of_two(number: int) -> int:
+  """The largest power of two up to a number; 0 for 0."""
+  return 1 << number.bit_length() >> 1
 
 
 def _by_activity[Result](
