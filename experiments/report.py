@@ -68,7 +68,9 @@ def _markdown(figures: Mapping[str, Any]) -> str:
     "",
     f"{silent_fraction(figures):.1%} of the sparse model's feed-forward"
     " activations are silent on held-out text, at a held-out loss"
-    f" {loss_increase(figures):+.1%} of its dense twin's; on"
+    f" {abs(loss_increase(figures)):.1%}"
+    f" {'above' if loss_increase(figures) > 0 else 'below'} its dense twin's;"
+    " on"
     f" {prefill['what'].split(', ')[1].removeprefix('prefill of ')} of that"
     " text its feed-forward layers run"
     f" {prefill['ratio']:.2f}× as fast as the same weights run densely.",

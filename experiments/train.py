@@ -82,6 +82,8 @@ def run(
     accumulation_steps=config.accumulation_steps,
   )
   training.check_run(model, options, mesh=mesh, workdir=workdir, start=start)
+  if start == "resume":
+    _check_same_input(config, workdir)
   if config.data.held_out_fraction <= 0:
     raise ValueError(
       f"data.held_out_fraction = {config.data.held_out_fraction} must be above"
@@ -100,6 +102,23 @@ def run(
     run_config=config.to_dict(),
   )
   return Run(result, data, data.held_out)
+
+
+def _check_same_input(config: ConfigDict, workdir: pathlib.Path) -> None:
+  """Refuses another input on resuming: its position would be of other text."""
+  with training.Checkpoints(workdir / "checkpoints") as checkpoints:
+    saved = checkpoints.config()
+  differences = [
+    difference
+    for difference in training.config_differences(saved, config.to_dict())
+    if difference.startswith(("data.", "seed:"))
+    and not difference.startswith("data.cache_dir:")
+  ]
+  if differences:
+    raise ValueError(
+      f"cannot resume {workdir} with another input ({'; '.join(differences)}):"
+      " set it back, or train in another workdir"
+    )
 
 
 def main() -> int:

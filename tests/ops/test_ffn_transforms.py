@@ -212,3 +212,13 @@ def test_refuses(changes, message):
   with pytest.raises(ValueError, match=message) as error:
     sparse_ffn(**arguments)
   assert "\n" not in str(error.value)
+
+
+def test_numpy_arrays(setting, rng):
+  arrays = [rng.standard_normal((size, 6), np.float32) for size in (5, 9, 9, 9)]
+  expected = sparse_ffn(*map(jnp.asarray, arrays), implementation="reference")
+  actual = setting(*arrays)
+  np.testing.assert_allclose(actual.y, expected.y, rtol=1e-5, atol=1e-5)
+  np.testing.assert_array_equal(
+    actual.activity.active, expected.activity.active
+  )

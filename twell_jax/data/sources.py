@@ -299,7 +299,11 @@ def _parquet_texts(
   import pyarrow as pa
   import pyarrow.parquet as pq
 
-  with pq.ParquetFile(file) as table:
+  try:
+    table = pq.ParquetFile(file)
+  except pa.ArrowInvalid as error:
+    raise ValueError(f"{location} is not a Parquet file: {error}") from error
+  with table:
     names = table.schema_arrow.names
     if text_field not in names:
       raise ValueError(

@@ -63,6 +63,8 @@ def sparse_ffn(
     Cetin et al., Sparser, Faster, Lighter Transformer Language Models,
     arXiv 2603.23198.
   """
+  x, gate, down = jnp.asarray(x), jnp.asarray(gate), jnp.asarray(down)
+  up = None if up is None else jnp.asarray(up)
   check_arguments(x, gate, up, down)
   name = "xla" if implementation is None else implementation
   if name not in IMPLEMENTATIONS:

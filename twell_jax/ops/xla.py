@@ -86,10 +86,8 @@ def sparse_share(tokens: int, d_model: int, itemsize: int) -> float:
   """Active share of the neurons up to which the sparse loops win on CPU.
 
   Dense products of a few tokens wait for memory, and those of 16-bit numbers
-  are slow; so are gathered rows of few numbers. Forward passes with dense and
-  sparse products forced break even near 7 % for float32, 11 % for bfloat16, 4 %
-  for d_model 192, and 13 to over 25 % for up to 8 tokens (2026-11-30, two cores
-  with AVX-512, jax 0.11.2).
+  are slow; so are gathered rows of few numbers. Where both break even is
+  measured by experiments/break_even.py.
   """
   if tokens <= 8:
     return 0.15

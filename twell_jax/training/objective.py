@@ -33,10 +33,8 @@ class L1Options:
 
   def __post_init__(self):
     for name in ("coefficient", "start_step", "warmup_steps"):
-      if getattr(self, name) < 0:
-        raise ValueError(
-          f"l1 {name} = {getattr(self, name)} is negative: give 0 or more"
-        )
+      if not getattr(self, name) >= 0:  # NaN is not
+        raise ValueError(f"l1 {name} = {getattr(self, name)} must be 0 or more")
 
 
 def l1_schedule(options: L1Options) -> optax.Schedule:
