@@ -172,6 +172,22 @@ def test_resuming_a_model_of_another_shape(trained, overrides, shapes):
   assert training.saved_steps(workdir / "checkpoints") == [3]
 
 
+@pytest.mark.parametrize(
+  ("overrides", "change"),
+  [
+    ({"data.seq_len": 16}, "data.seq_len: 32 -> 16"),
+    ({"seed": 7}, "seed: 0 -> 7"),
+  ],
+)
+def test_resuming_with_another_input(trained, overrides, change):
+  workdir, config = trained
+  config = config.copy_and_resolve_references()
+  config.update_from_flattened_dict(overrides)
+  line = complaint(workdir, config, start="resume")
+  assert change in line
+  assert "train in another workdir" in line
+
+
 # Arguments after --config and --workdir, and the words of the one line.
 COMMAND_LINES = {
   "section": (

@@ -173,6 +173,16 @@ def test_a_second_call_trains_nothing_again(workdir, arguments, environment):
     assert again[name] == report_before[name]
 
 
+def test_models_of_another_config_are_refused(workdir, arguments, environment):
+  report = (workdir / "report.json").read_bytes()
+  changed = [*arguments, "--config.l1.coefficient=0.5"]
+  process = programs.run(changed, environment=environment)
+  assert process.returncode == 2
+  assert "l1.coefficient: " in process.stderr
+  assert "choose another workdir" in process.stderr
+  assert (workdir / "report.json").read_bytes() == report
+
+
 @pytest.mark.parametrize(
   ("overrides", "prefill_tokens", "message"),
   [

@@ -31,7 +31,7 @@ def test_schedule_without_warmup():
 
 @pytest.mark.parametrize("name", ["coefficient", "start_step", "warmup_steps"])
 def test_negative_options_are_refused(name):
-  with pytest.raises(ValueError, match=f"l1 {name} = -1 is negative"):
+  with pytest.raises(ValueError, match=f"l1 {name} = -1 must be 0 or more"):
     L1Options(**{name: -1})
 
 
@@ -46,3 +46,8 @@ def test_cross_entropy_counts_weights():
   entropy = cross_entropy(logits, targets, weights)
   np.testing.assert_allclose(entropy.total, 2 * np.log(4), rtol=1e-6)
   assert entropy.weight == 2
+
+
+def test_a_coefficient_that_is_no_number_is_refused():
+  with pytest.raises(ValueError, match="l1 coefficient = nan must be"):
+    L1Options(coefficient=float("nan"))
