@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from experiments import cli
+from experiments import cli, environment
 
 
 class Case(NamedTuple):
@@ -88,12 +88,9 @@ def markdown(rows: list[dict[str, Any]]) -> str:
       f" {row['dense_temp_bytes'] / 1e6:.1f} →"
       f" {row['sparse_temp_bytes'] / 1e6:.1f} |"
     )
-  last = rows[-1]
-  versions = ", ".join(f"{k} {v}" for k, v in last["versions"].items())
   lines += [
     "",
-    f"{last['date']}, {last['device']}; {versions}; revision"
-    f" {last['revision']}.",
+    environment.sentence(rows[-1]),
     "",
     "    python -m experiments.bench_ffn_table"
     " --output=experiments/results/bench_ffn",

@@ -121,12 +121,9 @@ def main() -> int:
       f" {case.dtype} |" + "".join(f" {value:.2f} |" for value in ratios)
     )
     print(lines[-1], flush=True)
-  where = environment.describe()
-  versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
   lines += [
     "",
-    f"{where['date']}, {where['device']}; {versions}; revision"
-    f" {where['revision']}.",
+    environment.sentence(environment.describe()),
     "",
     "    python -m experiments.break_even"
     " --output=experiments/results/break_even",

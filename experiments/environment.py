@@ -4,6 +4,7 @@ import datetime
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -21,6 +22,15 @@ def describe() -> dict[str, Any]:
     "date": datetime.date.today().isoformat(),
     "revision": _revision(),
   }
+
+
+def sentence(where: Mapping[str, Any]) -> str:
+  """What `describe` returned, for the foot of a table."""
+  versions = ", ".join(f"{k} {v}" for k, v in where["versions"].items())
+  return (
+    f"{where['date']}, {where['device']}; {versions}; revision"
+    f" {where['revision']}."
+  )
 
 
 def _device() -> str:

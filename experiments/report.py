@@ -11,6 +11,8 @@ matplotlib.use("Agg")  # no window is needed
 import matplotlib.pyplot as plt
 import numpy as np
 
+from experiments import environment
+
 # Two hues that stay apart for colour-blind readers and in grey.
 _COLOURS = {"sparse": "#d1495b", "dense": "#30638e"}
 _LAYER_COLOURS = ("#00798c", "#edae49", "#d1495b", "#66a182", "#2e4057")
@@ -62,7 +64,6 @@ def _markdown(figures: Mapping[str, Any]) -> str:
   config, losses = figures["config"], figures["held_out_loss"]
   model = config["model"]
   prefill = figures["speed"][0]
-  versions = ", ".join(f"{k} {v}" for k, v in figures["versions"].items())
   lines = [
     "# Quickstart: a sparse language model and its dense twin",
     "",
@@ -128,9 +129,8 @@ def _markdown(figures: Mapping[str, Any]) -> str:
     "",
     "![speed](speed.png)",
     "",
-    f"Measured on {figures['date']}, {figures['device']}; {versions}; revision"
-    f" {figures['revision']}; {figures['minutes']:.1f} minutes since the last"
-    " start.",
+    f"{environment.sentence(figures)} {figures['minutes']:.1f} minutes since"
+    " the last start.",
     "",
     f"    {figures['command']}",
     "",
