@@ -13,7 +13,7 @@ ifeq ($(JAX),pinned)
   LIFTED_PINS := none
 else ifeq ($(JAX),latest)
   VENV := .venv-latest
-  LIFTED_PINS := jax jaxlib
+  LIFTED_PINS := jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt
 else
   $(error JAX=$(JAX) is unknown: use JAX=pinned (the default) or JAX=latest)
 endif
@@ -21,6 +21,7 @@ endif
 BIN := $(VENV)/bin
 # Written last, so that an interrupted set-up is not taken for a complete one.
 STAMP := $(VENV)/.complete
+AOT_STAMP := $(VENV)/.aot-complete
 
 # Interpreters to try, the best first: those of PATH by name, and those of
 # pyenv by folder. A pyenv shim exists for versions that are not active and
@@ -50,7 +51,7 @@ endif
 
 SOURCES := $(wildcard twell_jax pallas_kernels experiments configs tests)
 
-.PHONY: help setup quickstart test test-slow lint format clean
+.PHONY: help setup setup-aot quickstart test test-slow lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -84,10 +85,32 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	  --upgrade --constraint '$(VENV)/constraints.txt' --editable '.[dev]'
 	@touch '$@'
 
+setup-aot: $(AOT_STAMP)  ## add the CUDA compiler, which needs no GPU
+
+# Apart from the environment's packages, because where there is no GPU the
+# plugin greets every `import jax` with an error; pallas_kernels/aot.py finds it.
+# The plugin must have jax's own version.
+$(AOT_STAMP): $(STAMP)
+	@echo 'Installing the CUDA compiler into $(VENV)/aot'
+	@rm -rf '$(VENV)/aot'
+	@'$(BIN)/python' -c 'import importlib.metadata as m; \
+	  [print(r.split(";")[0].split()[0]) for r in m.requires("twell_jax") \
+	  if "extra == \"aot\"" in r]; \
+	  v = m.version("jax"); \
+	  print(f"jax-cuda13-plugin=={v}\njax-cuda13-pjrt=={v}")' \
+	  >'$(VENV)/aot.txt'
+	@'$(BIN)/python' -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --constraint '$(VENV)/constraints.txt' \
+	  --target '$(VENV)/aot' --requirement '$(VENV)/aot.txt'
+	@touch '$@'
+
 quickstart: $(STAMP)  ## train the sparse model and its dense twin, and report
 	$(BIN)/python -m experiments.quickstart --workdir='$(WORKDIR)'
 
+# Without the compiler the tests that compile kernels say so: they are skipped,
+# and fail where CI is set.
 test: $(STAMP)  ## run the tests, except the slow ones
+	-@$(MAKE) --no-print-directory setup-aot
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
 test-slow: $(STAMP)  ## run the tests marked slow

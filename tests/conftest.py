@@ -19,8 +19,17 @@ os.environ["XLA_FLAGS"] = " ".join(
   ]
 ).strip()
 
+import contextlib
+
 import hypothesis
 import jax
+
+from pallas_kernels import aot
+
+# The compiler must be found before JAX looks for its plugins. Tests that need
+# it say so if it is not there.
+with contextlib.suppress(ValueError):
+  aot.find_compiler()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

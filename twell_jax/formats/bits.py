@@ -17,8 +17,9 @@ bit b of word w is row b·words + w, so that packing streams over whole rows.
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32, UInt, UInt32
 
 # Indices made here are in range by construction.
 _TRUSTED = "promise_in_bounds"
@@ -149,3 +150,26 @@ def _nth_set_bit(
     word = jnp.where(above, word >> width, word)
     position = jnp.where(above, position + width, position)
   return position
+
+
+def unsigned_dtype(dtype: np.dtype) -> np.dtype:
+  """The unsigned integers of the size of a float."""
+  return np.dtype(f"uint{jnp.finfo(dtype).bits}")
+
+
+def to_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
+  """The bits of floats, for moving them.
+
+  Where XLA:CPU selects among 16-bit floats, it may convert them to float32 and
+  back, which flushes subnormal numbers.
+  """
+  return lax.bitcast_convert_type(values, unsigned_dtype(values.dtype))
+
+
+def to_floats(
+  bits: UInt[Array, "*shape"], dtype: np.dtype
+) -> Float[Array, "*shape"]:
+  """The floats of these bits."""
+  # Without the barrier LLVM folds the bitcasts at both ends of a fusion, and
+  # what is between them works on floats again.
+  return lax.bitcast_convert_type(lax.optimization_barrier(bits), dtype)

@@ -31,10 +31,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt, UInt16
+from jaxtyping import Array, Bool, Float, Int32, UInt16
 
-from twell_jax.formats.bits import is_active, nth_active, rows_pattern
+from twell_jax.formats.bits import (
+  is_active,
+  nth_active,
+  rows_pattern,
+  to_bits,
+  to_floats,
+  unsigned_dtype,
+)
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -87,7 +93,7 @@ class TwellMatrix:
     _check_sizes(tile_width, slots)
     tokens, d_ff = activation.shape
     tiles = -(-d_ff // tile_width)
-    bits = _to_bits(activation)
+    bits = to_bits(activation)
     padding = ((0, 0), (0, tiles * tile_width - d_ff))
     tiled = (tokens * tiles, tile_width)
     active = jnp.pad(is_active(activation), padding).reshape(tiled)
@@ -103,7 +109,7 @@ class TwellMatrix:
     )
     used = rank < pattern.counts[:, None]
     values = jnp.where(used, values, jnp.zeros_like(values))
-    values = _to_floats(values, activation.dtype)
+    values = to_floats(values, activation.dtype)
     shape = (tokens, tiles, slots)
     return cls(
       values=values.reshape(shape),
@@ -142,7 +148,7 @@ class TwellMatrix:
     """
     tokens, tiles, slots = self.values.shape
     rows = tokens * tiles
-    bits = _to_bits(self.values).reshape(rows, slots)
+    bits = to_bits(self.values).reshape(rows, slots)
     slot = jnp.arange(slots, dtype=jnp.int32)[None]
     # Unused slots point past the tile, to different columns, and are dropped.
     columns = jnp.where(
@@ -153,10 +159,10 @@ class TwellMatrix:
     row = jnp.arange(rows, dtype=jnp.int32)[:, None]
     dense = jnp.zeros((rows, self.tile_width), bits.dtype)
     dense = dense.at[row, columns].set(bits, mode="drop", unique_indices=True)
-    nan = _to_bits(jnp.array(jnp.nan, self.values.dtype))
+    nan = to_bits(jnp.array(jnp.nan, self.values.dtype))
     dense = jnp.where(self.overflow.reshape(rows, 1), nan, dense)
     dense = dense.reshape(tokens, tiles * self.tile_width)[:, : self.d_ff]
-    return _to_floats(dense, self.values.dtype)
+    return to_floats(dense, self.values.dtype)
 
   def validate(self) -> None:
     """Checks on the host that this is what `pack` makes, without overflow.
@@ -167,29 +173,6 @@ class TwellMatrix:
     _check_sizes(self.tile_width, self.slots)
     _check_arrays(self)
     _check_contents(_on_host(self))
-
-
-def _unsigned(dtype: np.dtype) -> np.dtype:
-  """The unsigned integers of the size of a float."""
-  return np.dtype(f"uint{jnp.finfo(dtype).bits}")
-
-
-def _to_bits(values: Float[Array, "*shape"]) -> UInt[Array, "*shape"]:
-  """The bits of floats, for moving them.
-
-  Where XLA:CPU selects among 16-bit floats, it may convert them to float32 and
-  back, which flushes subnormal numbers.
-  """
-  return lax.bitcast_convert_type(values, _unsigned(values.dtype))
-
-
-def _to_floats(
-  bits: UInt[Array, "*shape"], dtype: np.dtype
-) -> Float[Array, "*shape"]:
-  """The floats of these bits."""
-  # Without the barrier LLVM folds the bitcasts at both ends of a fusion, and
-  # what is between them works on floats again.
-  return lax.bitcast_convert_type(lax.optimization_barrier(bits), dtype)
 
 
 def _check_activation(activation: Array) -> None:
@@ -258,7 +241,7 @@ def _on_host(matrix: TwellMatrix) -> _HostArrays:
   values, counts = np.asarray(matrix.values), np.asarray(matrix.counts)
   starts = np.arange(values.shape[1]) * matrix.tile_width
   return _HostArrays(
-    bits=values.view(_unsigned(values.dtype)),
+    bits=values.view(unsigned_dtype(values.dtype)),
     columns=np.asarray(matrix.columns).astype(np.int32),
     counts=counts,
     used=np.arange(matrix.slots) < counts[..., None],

@@ -1,0 +1,67 @@
+"""The three tiers of kernel tests: interpreted, lowered, compiled."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import aot
+
+
+def interpret_params() -> plgpu.InterpretGPUParams:
+  """Interpret, and look for races."""
+  return plgpu.InterpretGPUParams(detect_races=True)
+
+
+@contextlib.contextmanager
+def no_races() -> Iterator[None]:
+  """Asserts that no kernel interpreted inside has a race.
+
+  Results must be waited for inside. The detector only prints what it finds and
+  forgets all kernels but the last, so that its state of each one is kept here.
+  """
+  states = []
+  create = gpu_callbacks.GPURaceDetectionState
+
+  def remember(**kwargs):
+    states.append(create(**kwargs))
+    return states[-1]
+
+  gpu_callbacks.reset_gpu_interpret_mode_state()
+  try:
+    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", remember):
+      yield
+  finally:
+    # What an exception inside the interpreter leaves breaks its next use.
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+  assert states, "nothing was interpreted"
+  racy = [state.races_found for state in states]
+  assert not any(racy), f"races, printed above; by kernel: {racy}"
+
+
+def lower_for_cuda(function: Callable[..., Any], *arguments: Any) -> str:
+  """The StableHLO of a function for a Hopper GPU, on a machine without one."""
+  traced = jax.jit(function).trace(*arguments)
+  return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def compile_for_h200(
+  function: Callable[..., Any], *arguments: Any
+) -> aot.Compiled:
+  """`aot.compile_for_h200`; without the compiler the test is skipped.
+
+  Where CI is set, it fails instead.
+  """
+  try:
+    aot.find_compiler()
+  except ValueError as error:
+    if os.environ.get("CI"):
+      raise
+    pytest.skip(str(error))
+  return aot.compile_for_h200(function, *arguments)
