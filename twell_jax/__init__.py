@@ -3,13 +3,21 @@
 from twell_jax import nn
 from twell_jax.formats import TwellMatrix
 from twell_jax.nn import TransformerConfig
-from twell_jax.ops import Activity, FFNOutput, sparse_ffn
+from twell_jax.ops import (
+  Activity,
+  FFNOutput,
+  choose_hot_neurons,
+  order_by_rate,
+  sparse_ffn,
+)
 
 __all__ = [
   "Activity",
   "FFNOutput",
   "TransformerConfig",
   "TwellMatrix",
+  "choose_hot_neurons",
   "nn",
+  "order_by_rate",
   "sparse_ffn",
 ]

@@ -45,6 +45,11 @@ def test_head_dim_follows_d_model_unless_given():
     ({"dtype": "float8"}, "dtype = 'float8' is unknown.*bfloat16"),
     ({"param_dtype": "f32"}, "param_dtype = 'f32' is unknown"),
     ({"implementation": "cuda"}, "implementation = 'cuda' is unknown.*xla"),
+    ({"hot_neurons": 25}, "hot_neurons = 25 must be an int .* d_ff = 24"),
+    (
+      {"activation": "silu", "hot_neurons": 8},
+      "hot_neurons = 8 splits sparse ReLU layers and activation = 'silu'",
+    ),
     (
       {"activation": "silu", "implementation": "xla"},
       "implementation = 'xla' computes sparse ReLU layers",

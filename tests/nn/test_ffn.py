@@ -6,6 +6,7 @@ from flax import nnx
 
 from tests.nn import numpy_model
 from twell_jax.nn import Partitioning, SparseFFN, logical_axes
+from twell_jax.ops import dense_part, xla
 from twell_jax.training import make_mesh
 
 
@@ -56,16 +57,41 @@ def test_any_leading_shape():
   assert one.activity.active.shape == ()
 
 
-def test_same_result_on_a_mesh():
+@pytest.mark.parametrize("hot_neurons", [0, 4])
+def test_same_result_on_a_mesh(hot_neurons):
   x = jax.random.normal(jax.random.key(1), (4, 3, 6))
   mesh = make_mesh(fsdp=2, tensor=2)
-  sharded = ffn(partitioning=Partitioning(mesh))
+  sharded = ffn(partitioning=Partitioning(mesh), hot_neurons=hot_neurons)
   here, there = ffn()(x), nnx.jit(lambda layer, x: layer(x))(sharded, x)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
     here,
     there,
   )
+
+
+def test_hot_neurons_change_no_result(monkeypatch):
+  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
+  calls = []
+  forward = dense_part.forward
+
+  def spied(x, z, up, down):
+    calls.append(z.shape)
+    return forward(x, z, up, down)
+
+  monkeypatch.setattr(dense_part, "forward", spied)
+  x = jax.random.normal(jax.random.key(1), (2, 6))
+  split, whole = ffn(hot_neurons=4)(x), ffn(implementation="reference")(x)
+  assert calls == [(2, 4)]
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    split,
+    whole,
+  )
+  with pytest.raises(
+    ValueError, match="hot_neurons = 11 must be an int from 0"
+  ):
+    ffn(hot_neurons=11)
 
 
 def test_a_named_implementation_is_used():

@@ -8,6 +8,7 @@ from flax import nnx
 
 from tests.nn import numpy_model
 from twell_jax.nn import TransformerConfig, TransformerLM, logical_axes
+from twell_jax.ops import xla
 
 
 def tiny(**changes):
@@ -81,6 +82,27 @@ def test_remat_changes_no_gradient():
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
     gradient("none"),
     gradient("layer"),
+  )
+
+
+def test_hot_neurons_reach_every_layer(monkeypatch):
+  """And change no result, in a scan with remat."""
+  # The xla implementation would choose dense products for so small a model.
+  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
+
+  def gradient(**changes):
+    def loss(model):
+      output = model(tokens())
+      return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
+
+    model = build(tiny(**changes))
+    assert model.layers.ffn.hot_neurons == changes.get("hot_neurons", 0)
+    return nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model))
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    gradient(implementation="xla", hot_neurons=7, remat="layer"),
+    gradient(),
   )
 
 

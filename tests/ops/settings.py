@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tests.ops.dense_layer import L1_WEIGHT, Case, Results, plain_results
-from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
+from twell_jax.ops import sparse_ffn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,21 +16,31 @@ class Setting:
 
   `sparse_share` is the active share of the neurons up to which the xla
   implementation takes its sparse branch; None leaves it as it is. It counts
-  while a function is traced.
+  while a function is traced. `hot_share` is the part of the neurons that are
+  hot.
   """
 
   implementation: str
   sparse_share: float | None = None
+  hot_share: float = 0.0
 
   def __call__(self, x, gate, up, down):
     """The op, for a function that is compiled for this setting only."""
-    return sparse_ffn(x, gate, up, down, implementation=self.implementation)
+    return sparse_ffn(
+      x,
+      gate,
+      up,
+      down,
+      implementation=self.implementation,
+      hot_neurons=int(self.hot_share * gate.shape[0]),
+    )
 
 
 # "xla" alone takes the branch that the inputs ask for.
-SETTINGS = {name: Setting(name) for name in IMPLEMENTATIONS} | {
+SETTINGS = {name: Setting(name) for name in ("reference", "xla")} | {
   "xla-sparse": Setting("xla", 1.0),
   "xla-dense": Setting("xla", 0.0),
+  "xla-hot": Setting("xla", 1.0, hot_share=0.4),
 }
 
 

@@ -8,7 +8,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.ops.dense_layer import make_case, oracle
 from tests.ops.settings import results
-from twell_jax.ops import sharded_sparse_ffn, sparse_ffn, xla
+from twell_jax.ops import (
+  order_by_rate,
+  sharded,
+  sharded_sparse_ffn,
+  sparse_ffn,
+  xla,
+)
 
 AXES = ("data", "fsdp", "tensor")
 SIZE = {"tokens": (8, 3), "d_model": 33, "d_ff": 100}
@@ -36,9 +42,9 @@ def placed(case, mesh):
   )
 
 
-def results_on(mesh, case):
+def results_on(mesh, case, *, hot_neurons=0):
   def op(*inputs):
-    return sharded_sparse_ffn(*inputs, mesh=mesh)
+    return sharded_sparse_ffn(*inputs, mesh=mesh, hot_neurons=hot_neurons)
 
   return jax.jit(lambda case: results(case, op))(placed(case, mesh))
 
@@ -87,6 +93,38 @@ def test_same_as_on_one_device(shape, gated, share, rng, monkeypatch):
     assert array.sharding.is_equivalent_to(
       NamedSharding(mesh, spec), array.ndim
     ), name
+
+
+@pytest.mark.parametrize(
+  ("shape", "hot_neurons", "hot_of_a_slice"),
+  [((2, 1, 2), 40, 20), ((1, 1, 4), 100, 25)],
+)
+def test_hot_neurons_are_the_first_of_each_slice(
+  shape, hot_neurons, hot_of_a_slice, rng, monkeypatch
+):
+  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
+  calls = []
+
+  def spied(*inputs, **options):
+    calls.append(options["hot_neurons"])
+    return sparse_ffn(*inputs, **options)
+
+  monkeypatch.setattr(sharded, "sparse_ffn", spied)
+  mesh = mesh_of(*shape)
+  case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
+  # The order that gives each slice its share of the hottest.
+  rates = oracle(case).fired / 24
+  weights = order_by_rate(
+    (case.gate, case.up, case.down), rates, shards=shape[-1]
+  )
+  gate, up, down = map(np.asarray, weights)
+  case = case._replace(gate=gate, up=up, down=down)
+  expected = oracle(case)
+  assert_close(results_on(mesh, case, hot_neurons=hot_neurons), expected)
+  assert set(calls) == {hot_of_a_slice}
+  slices = expected.fired.reshape(shape[-1], -1)
+  cold = slices[:, hot_of_a_slice:]
+  assert slices[:, :hot_of_a_slice].min() >= cold.max(initial=0)
 
 
 def test_inside_a_shard_map(rng):
@@ -146,6 +184,8 @@ def test_a_non_finite_token_on_a_mesh(rng):
     ((7, 8), 8, {}, r"x.shape\[0\] = 7 must be divisible by 2"),
     ((8,), 7, {}, "d_ff = 7 must be divisible by 2"),
     ((8,), 8, {"implementation": "cuda"}, "implementation='cuda' is unknown"),
+    ((8,), 8, {"hot_neurons": 3}, "hot_neurons = 3 must be divisible by 2"),
+    ((8,), 8, {"hot_neurons": 9}, "hot_neurons = 9 must be .* to d_ff = 8"),
   ],
 )
 def test_refuses(tokens, d_ff, options, message):

@@ -4,7 +4,7 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any, Literal
 
-from twell_jax.ops import IMPLEMENTATIONS
+from twell_jax.ops import IMPLEMENTATIONS, ffn
 
 ACTIVATIONS = ("relu", "silu")
 REMAT_POLICIES = ("none", "layer")
@@ -40,6 +40,9 @@ class TransformerConfig:
       backward pass; "none" keeps what autodiff asks for.
     implementation: How the sparse layer is computed: one of
       `twell_jax.ops.IMPLEMENTATIONS`, or None for the platform's choice.
+    hot_neurons: First neurons of every layer that are computed for all tokens;
+      a choice of speed (see `twell_jax.ops.sparse_ffn`). On a mesh, divisible
+      by the size of its tensor axis.
   """
 
   vocab_size: int
@@ -59,6 +62,7 @@ class TransformerConfig:
   param_dtype: str = "float32"
   remat: str = "none"
   implementation: str | None = None
+  hot_neurons: int = 0
 
   def __post_init__(self):
     for name in (
@@ -95,6 +99,9 @@ class TransformerConfig:
     check_choice("dtype", self.dtype, DTYPES)
     check_choice("param_dtype", self.param_dtype, DTYPES)
     check_implementation(self.implementation, activation=self.activation)
+    check_hot_neurons(
+      self.hot_neurons, d_ff=self.d_ff, activation=self.activation
+    )
 
   @property
   def resolved_head_dim(self) -> int:
@@ -150,6 +157,17 @@ def check_implementation(
       f"implementation = {implementation!r} computes sparse ReLU layers and "
       f"activation = {activation!r} is dense: leave implementation unset or "
       "choose activation = 'relu'"
+    )
+
+
+def check_hot_neurons(hot_neurons: int, *, d_ff: int, activation: str) -> None:
+  """Raises ValueError for a number that the layer cannot have."""
+  ffn.check_hot_neurons(hot_neurons, d_ff=d_ff)
+  if hot_neurons and activation != "relu":
+    raise ValueError(
+      f"hot_neurons = {hot_neurons} splits sparse ReLU layers and activation ="
+      f" {activation!r} is dense: leave hot_neurons at 0 or choose activation ="
+      " 'relu'"
     )
 
 

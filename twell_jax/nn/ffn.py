@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from twell_jax.nn.config import (
   ACTIVATIONS,
   check_choice,
+  check_hot_neurons,
   check_implementation,
 )
 from twell_jax.nn.partitioning import Partitioning, parameter, use_weight
@@ -37,6 +38,7 @@ class SparseFFN(nnx.Module):
     gated: bool = True,
     activation: str = "relu",
     implementation: str | None = None,
+    hot_neurons: int = 0,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
     init_std: float = 0.02,
@@ -51,6 +53,7 @@ class SparseFFN(nnx.Module):
       gated: Whether there is an up projection.
       activation: "relu" (sparse) or "silu" (dense).
       implementation: See `sparse_ffn`; None is the platform's choice.
+      hot_neurons: See `sparse_ffn`, and `sharded_sparse_ffn` for a mesh.
       dtype: Dtype of the computation; None is that of x.
       param_dtype: Dtype of the parameters.
       init_std: Standard deviation of the initial parameters.
@@ -60,8 +63,10 @@ class SparseFFN(nnx.Module):
     """
     check_choice("activation", activation, ACTIVATIONS)
     check_implementation(implementation, activation=activation)
+    check_hot_neurons(hot_neurons, d_ff=d_ff, activation=activation)
     self.activation = activation
     self.implementation = implementation
+    self.hot_neurons = hot_neurons
     self.dtype = dtype
     self.partitioning = partitioning
 
@@ -92,7 +97,14 @@ class SparseFFN(nnx.Module):
       return _dense_silu(x, gate, up, down)
     # On a mesh of one device the sharded layer is the layer itself.
     if self.partitioning is None or self.partitioning.mesh.size == 1:
-      return sparse_ffn(x, gate, up, down, implementation=self.implementation)
+      return sparse_ffn(
+        x,
+        gate,
+        up,
+        down,
+        implementation=self.implementation,
+        hot_neurons=self.hot_neurons,
+      )
     return sharded_sparse_ffn(
       x,
       gate,
@@ -102,6 +114,7 @@ class SparseFFN(nnx.Module):
       token_axes=self.partitioning.batch_axes,
       neuron_axis=self.partitioning.tensor_axis,
       implementation=self.implementation,
+      hot_neurons=self.hot_neurons,
     )
 
 

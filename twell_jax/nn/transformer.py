@@ -69,6 +69,7 @@ class Block(nnx.Module):
       gated=config.gated,
       activation=config.activation,
       implementation=config.implementation,
+      hot_neurons=config.hot_neurons,
       dtype=jnp.dtype(config.dtype),
       param_dtype=jnp.dtype(config.param_dtype),
       init_std=config.init_std,

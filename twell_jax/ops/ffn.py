@@ -2,7 +2,8 @@
 
 One `jax.custom_vjp` serves every implementation: a module with the functions of
 reference.py, `forward`, `forward_with_residuals` and `backward`, of the same
-signatures.
+signatures. `hot_neurons` is theirs to use, since only they know which products
+the two parts can share; dense_part.py has those of the hot neurons.
 """
 
 import functools
@@ -12,10 +13,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from twell_jax.ops import reference, xla
+from twell_jax.ops import mosaic, reference, xla
 from twell_jax.ops.outputs import Activity, FFNOutput
 
-IMPLEMENTATIONS = MappingProxyType({"reference": reference, "xla": xla})
+IMPLEMENTATIONS = MappingProxyType(
+  {"reference": reference, "xla": xla, "mosaic": mosaic}
+)
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -27,6 +30,7 @@ def sparse_ffn(
   down: Float[Array, "d_ff d_model"],
   *,
   implementation: str | None = None,
+  hot_neurons: int = 0,
 ) -> FFNOutput:
   """A feed-forward layer with a ReLU gate, computed at active neurons only.
 
@@ -52,12 +56,18 @@ def sparse_ffn(
     down: Down matrix.
     implementation: "reference", the dense layer; "xla", portable and fast on
       CPU; or None for the best one on this platform, today "xla".
+    hot_neurons: How many neurons, the first ones, are computed for all tokens
+      by dense products, which for a neuron that fires often are faster: a
+      choice of speed, not of result. `order_by_rate` sorts a layer's neurons
+      for it and `choose_hot_neurons` chooses the number; 0 computes all neurons
+      at active tokens only.
 
   Returns:
     y, of the shape and dtype of x, and the activity of the call.
 
   Raises:
-    ValueError: Shapes or dtypes that do not fit, or an unknown implementation.
+    ValueError: Shapes or dtypes that do not fit, an unknown implementation, or
+      hot_neurons that are no int from 0 to d_ff.
 
   References:
     Cetin et al., Sparser, Faster, Lighter Transformer Language Models,
@@ -66,6 +76,7 @@ def sparse_ffn(
   x, gate, down = jnp.asarray(x), jnp.asarray(gate), jnp.asarray(down)
   up = None if up is None else jnp.asarray(up)
   check_arguments(x, gate, up, down)
+  check_hot_neurons(hot_neurons, d_ff=gate.shape[0])
   name = "xla" if implementation is None else implementation
   if name not in IMPLEMENTATIONS:
     raise ValueError(
@@ -75,7 +86,7 @@ def sparse_ffn(
   if x.size == 0:
     return _no_tokens(x, gate)
   rows = x.reshape(-1, x.shape[-1])
-  y, activity = _ffn(IMPLEMENTATIONS[name], rows, gate, up, down)
+  y, activity = _ffn(IMPLEMENTATIONS[name], hot_neurons, rows, gate, up, down)
   active = activity.active.reshape(x.shape[:-1])
   return FFNOutput(y.reshape(x.shape), activity._replace(active=active))
 
@@ -106,6 +117,16 @@ def check_arguments(
     raise ValueError(f"x is {x.dtype} but must be one of {', '.join(_DTYPES)}")
 
 
+def check_hot_neurons(hot_neurons: int, *, d_ff: int) -> None:
+  """Raises the ValueError of `sparse_ffn` about its hot neurons."""
+  is_int = isinstance(hot_neurons, int) and not isinstance(hot_neurons, bool)
+  if not is_int or not 0 <= hot_neurons <= d_ff:
+    raise ValueError(
+      f"hot_neurons = {hot_neurons!r} must be an int from 0 to d_ff = {d_ff}:"
+      " it is part of the program, not data"
+    )
+
+
 def _no_tokens(x: Array, gate: Array) -> FFNOutput:
   zero = jnp.zeros((), jnp.int32)
   activity = Activity(
@@ -131,21 +152,31 @@ def _spread_broken(output: FFNOutput, x: Array, up: Array | None) -> FFNOutput:
   return output._replace(y=jnp.where(broken & jnp.isfinite(y), nan, y))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ffn(
-  module: ModuleType, x: Array, gate: Array, up: Array | None, down: Array
+  module: ModuleType,
+  hot_neurons: int,
+  x: Array,
+  gate: Array,
+  up: Array | None,
+  down: Array,
 ) -> FFNOutput:
-  return _spread_broken(module.forward(x, gate, up, down), x, up)
+  output = module.forward(x, gate, up, down, hot_neurons=hot_neurons)
+  return _spread_broken(output, x, up)
 
 
-def _ffn_forward(module, x, gate, up, down):
-  output, kept = module.forward_with_residuals(x, gate, up, down)
+def _ffn_forward(module, hot_neurons, x, gate, up, down):
+  output, kept = module.forward_with_residuals(
+    x, gate, up, down, hot_neurons=hot_neurons
+  )
   return _spread_broken(output, x, up), (kept, x, gate, up, down)
 
 
-def _ffn_backward(module, residuals, cotangents):
+def _ffn_backward(module, hot_neurons, residuals, cotangents):
   dl1 = cotangents.activity.l1
-  return tuple(module.backward(*residuals, cotangents.y, dl1))
+  return tuple(
+    module.backward(*residuals, cotangents.y, dl1, hot_neurons=hot_neurons)
+  )
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)

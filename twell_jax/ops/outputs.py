@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, PyTree
 
 
 class Activity(NamedTuple):
@@ -40,7 +40,7 @@ class Forward(NamedTuple):
   """
 
   output: FFNOutput
-  kept: tuple[Array, ...]
+  kept: PyTree[Array]
 
 
 class Gradients(NamedTuple):

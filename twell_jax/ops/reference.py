@@ -1,10 +1,13 @@
 """The dense layer in plain jnp: the oracle of every other implementation.
 
 Every product is computed for every neuron, in the dtype of the inputs, with
-roundings where an ordinary dense layer has them. Gradients are those of
+roundings where an ordinary dense layer has them; all neurons being computed
+alike, `hot_neurons` changes nothing here. Gradients are those of
 `jax.grad` of that layer (tested), with d|h|/dh = 0 at h = 0, written out so
 that all implementations share one `jax.custom_vjp` (see ffn.py).
 """
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,9 +22,13 @@ def forward(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
+  *,
+  hot_neurons: int,
 ) -> FFNOutput:
   """Y = (relu(x gateᵀ) ⊙ x upᵀ) down, and the activity of the call."""
-  return forward_with_residuals(x, gate, up, down).output
+  return forward_with_residuals(
+    x, gate, up, down, hot_neurons=hot_neurons
+  ).output
 
 
 def forward_with_residuals(
@@ -29,8 +36,11 @@ def forward_with_residuals(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
+  *,
+  hot_neurons: int,
 ) -> Forward:
   """`forward`, keeping the pre-activations z = x gateᵀ and u = x upᵀ."""
+  del hot_neurons
   z = per_neuron(x, gate)
   u = None if up is None else per_neuron(x, up)
   active = is_active(z)
@@ -62,6 +72,29 @@ def hidden(
   return jnp.where(is_active(z), h, jnp.zeros_like(h))
 
 
+class NeuronGradients(NamedTuple):
+  """H again, and the cotangents of z and u; du is None if not gated."""
+
+  h: Float[Array, "tokens d_ff"]
+  dz: Float[Array, "tokens d_ff"]
+  du: Float[Array, "tokens d_ff"] | None
+
+
+def neuron_gradients(
+  z: Float[Array, "tokens d_ff"],
+  u: Float[Array, "tokens d_ff"] | None,
+  down: Float[Array, "d_ff d_model"],
+  dy: Float[Array, "tokens d_model"],
+  dl1: Float[Array, ""],
+) -> NeuronGradients:
+  """From the cotangents of y and l1 to those of the pre-activations."""
+  active = is_active(z)
+  h = hidden(z, u)
+  dt = per_neuron(dy, down) + (dl1 / z.shape[0]).astype(z.dtype) * jnp.sign(h)
+  dz = jnp.where(active, dt if u is None else dt * u, jnp.zeros_like(z))
+  return NeuronGradients(h, dz, None if u is None else dt * hidden(z, None))
+
+
 def backward(
   kept: tuple[Array, ...],
   x: Float[Array, "tokens d_model"],
@@ -70,16 +103,14 @@ def backward(
   down: Float[Array, "d_ff d_model"],
   dy: Float[Array, "tokens d_model"],
   dl1: Float[Array, ""],
+  *,
+  hot_neurons: int,
 ) -> Gradients:
   """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
-  z = kept[0]
+  del hot_neurons
   u = None if up is None else kept[1]
-  active = is_active(z)
-  h = hidden(z, u)
-  dt = per_neuron(dy, down) + (dl1 / x.shape[0]).astype(x.dtype) * jnp.sign(h)
-  dz = jnp.where(active, dt if u is None else dt * u, jnp.zeros_like(z))
+  h, dz, du = neuron_gradients(kept[0], u, down, dy, dl1)
   dx, dup = dz @ gate, None
-  if up is not None:
-    du = dt * hidden(z, None)
+  if up is not None and du is not None:
     dx, dup = dx + du @ up, du.T @ x
   return Gradients(x=dx, gate=dz.T @ x, up=dup, down=h.T @ dy)

@@ -13,7 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from twell_jax.ops.ffn import check_arguments, sparse_ffn
+from twell_jax.ops.ffn import (
+  check_arguments,
+  check_hot_neurons,
+  sparse_ffn,
+)
 from twell_jax.ops.outputs import Activity, FFNOutput
 
 
@@ -27,6 +31,7 @@ def sharded_sparse_ffn(
   token_axes: tuple[str, ...] = ("data", "fsdp"),
   neuron_axis: str = "tensor",
   implementation: str | None = None,
+  hot_neurons: int = 0,
 ) -> FFNOutput:
   """`sparse_ffn` over a mesh, with the same result.
 
@@ -40,6 +45,9 @@ def sharded_sparse_ffn(
     token_axes: Mesh axes that split the tokens.
     neuron_axis: Mesh axis that splits the neurons.
     implementation: As in `sparse_ffn`.
+    hot_neurons: As in `sparse_ffn`, counted over the whole layer: of each slice
+      of neurons, the first hot_neurons / shards. `order_by_rate` with that
+      number of `shards` deals the hottest neurons to the slices in turn.
 
   Returns:
     y split as x, and the activity of the whole call: `l1` and `fired` over all
@@ -47,9 +55,11 @@ def sharded_sparse_ffn(
     of neurons counts once for each in `overflowed`.
 
   Raises:
-    ValueError: An unknown mesh axis, or a size that its axes do not divide.
+    ValueError: An unknown mesh axis, a size or hot_neurons that its axes do not
+      divide, or what `sparse_ffn` refuses.
   """
   check_arguments(x, gate, up, down)
+  check_hot_neurons(hot_neurons, d_ff=gate.shape[0])
   if x.ndim < 2:
     raise ValueError(
       f"x has shape {x.shape} but must have a first axis to split over"
@@ -68,6 +78,7 @@ def sharded_sparse_ffn(
   for name, size, shards in (
     ("x.shape[0]", x.shape[0], token_shards),
     ("d_ff", gate.shape[0], sizes[neuron_axis]),
+    ("hot_neurons", hot_neurons, sizes[neuron_axis]),
   ):
     if size % shards:
       raise ValueError(
@@ -78,7 +89,14 @@ def sharded_sparse_ffn(
   neurons = PartitionSpec(neuron_axis)
 
   def local(x, gate, up, down):
-    y, activity = sparse_ffn(x, gate, up, down, implementation=implementation)
+    y, activity = sparse_ffn(
+      x,
+      gate,
+      up,
+      down,
+      implementation=implementation,
+      hot_neurons=hot_neurons // sizes[neuron_axis],
+    )
     over_neurons = functools.partial(lax.psum, axis_name=neuron_axis)
     over_tokens = functools.partial(lax.psum, axis_name=token_axes)
     # In the order of Activity's fields.

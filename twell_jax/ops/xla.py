@@ -10,6 +10,9 @@ and another over segments of neurons, with the transposed pattern, for the
 gradients of the weights. That one reads u = x · up[column] and
 dt = dy · down[column] where the loops over tokens stored them.
 
+The first `hot_neurons` have no bits in the pattern: they are dense products
+(dense_part.py), onto whose sums the loops add.
+
 Rows of a matrix are read where they lie: a gather that feeds a multiply-add is
 one XLA fusion and materialises nothing. If more than a share of the neurons is
 active, both passes compute the dense products instead, by a `lax.cond` on
@@ -19,37 +22,36 @@ device: a choice of speed, not of result.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float
 
 from twell_jax.formats.bits import (
   Pattern,
   columns_pattern,
   is_active,
-  rank_of,
   rows_pattern,
 )
-from twell_jax.ops import reference
-from twell_jax.ops.gathered import accumulation_dtype, add_rows, row_dots
+from twell_jax.ops import dense_part, reference
+from twell_jax.ops.gathered import accumulation_dtype
 from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
-from twell_jax.ops.tiles import (
-  Plan,
-  make_plan,
-  max_steps,
-  slot_address,
-  take_slots,
-  take_tile,
+from twell_jax.ops.tiles import max_steps
+from twell_jax.ops.xla_loops import (
+  LoopForward,
+  Sizes,
+  Weights,
+  loop_dx,
+  loop_forward,
+  loop_weights,
+  make_walk,
+  no_blocks,
 )
 
 # Numbers in the accumulator of a tile: enough to spread the cost of a step, few
 # enough for the second-level cache.
 _TILE_NUMBERS = 2**18
 _MAX_TILE = 256
-_NEURON_SLOTS = 8
-
-# Indices made here are in range by construction.
-_TRUSTED = "promise_in_bounds"
 
 
 def forward(
@@ -57,9 +59,11 @@ def forward(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
+  *,
+  hot_neurons: int,
 ) -> FFNOutput:
-  """The layer and its activity; see reference.py."""
-  return _forward(x, gate, up, down, store=False).output
+  """The layer and its activity; see ffn.py."""
+  return _forward(x, gate, up, down, hot_neurons, store=False).output
 
 
 def forward_with_residuals(
@@ -67,19 +71,11 @@ def forward_with_residuals(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
+  *,
+  hot_neurons: int,
 ) -> Forward:
-  """`forward`, keeping z, its pattern and u at active neurons, if gated."""
-  return _forward(x, gate, up, down, store=up is not None)
-
-
-class _Sizes(NamedTuple):
-  """Static sizes of the loops, from the shape of a call."""
-
-  tile: int  # segments of tokens in a tile
-  slots: int  # active neurons of each segment in a step
-  max_active: int  # active neurons of all tokens up to which sparse is faster
-  max_steps: int  # steps that these take at most
-  neuron_tile: int  # segments of neurons in a tile, for dgate, dup and ddown
+  """`forward`, keeping z, its pattern and, if gated, the u that it needed."""
+  return _forward(x, gate, up, down, hot_neurons, store=up is not None)
 
 
 def sparse_share(tokens: int, d_model: int, itemsize: int) -> float:
@@ -95,7 +91,8 @@ def sparse_share(tokens: int, d_model: int, itemsize: int) -> float:
   return share * min(1.0, d_model / 256)
 
 
-def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> _Sizes:
+def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> Sizes:
+  """Of the loops over d_ff neurons, the hot ones not counted."""
   tokens, d_model = x.shape
   if tokens * d_ff >= 2**31:
     raise ValueError(
@@ -107,7 +104,7 @@ def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> _Sizes:
   slots = min(32, max(8, _power_of_two(512 // tile)))
   share = sparse_share(tokens, d_model, x.dtype.itemsize)
   max_active = int(share * tokens * d_ff)
-  return _Sizes(
+  return Sizes(
     tile=tile,
     slots=slots,
     max_active=max_active,
@@ -123,7 +120,7 @@ def _power_of_two(number: int) -> int:
 
 def _by_activity[Result](
   pattern: Pattern,
-  sizes: _Sizes,
+  sizes: Sizes,
   sparse: Callable[[], Result],
   dense: Callable[[], Result],
 ) -> Result:
@@ -139,35 +136,87 @@ def _forward(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
+  hot_neurons: int,
   *,
   store: bool,
 ) -> Forward:
-  tokens = x.shape[0]
+  tokens, d_ff = x.shape[0], gate.shape[0]
   x_rows = _pad_gemv(x)
   z_rows = reference.per_neuron(x_rows, gate)
   z = z_rows[:tokens]
   active = is_active(z)
-  pattern = rows_pattern(active)
-  sizes = _sizes(x, gate.shape[0])
+  pattern = rows_pattern(_cold(active, hot_neurons))
+  sizes = _sizes(x, d_ff - hot_neurons)
+  hot = slice(hot_neurons)
 
   def dense():
     u = None if up is None else reference.per_neuron(x_rows, up)
     h = reference.hidden(z_rows, u)
     l1 = jnp.sum(jnp.abs(h.astype(accumulation_dtype(x.dtype))))
-    return (h @ down)[:tokens], l1, _no_blocks(x, sizes) if store else None
+    hot_u, blocks = None, None
+    if u is not None and store:
+      hot_u = u[:tokens, hot] if hot_neurons else None
+      blocks = no_blocks(x, sizes)
+    return _Sums((h @ down)[:tokens], l1, hot_u, blocks)
 
   def sparse():
-    return _sparse_forward(x, z, up, down, pattern, sizes, store)
+    part = dense_part.forward(x_rows, z_rows[:, hot], _rows(up, hot), down[hot])
+    blocks = no_blocks(x, sizes) if store else None
+    y, l1, blocks = loop_forward(
+      make_walk(z, pattern, sizes),
+      x,
+      up,
+      down,
+      start=LoopForward(part.y[:tokens], part.l1, blocks),
+    )
+    hot_u = None
+    if part.u is not None and store:
+      hot_u = part.u[:tokens]
+    return _Sums(y.astype(x.dtype), l1, hot_u, blocks)
 
-  y, l1, u_blocks = _by_activity(pattern, sizes, sparse, dense)
+  sums = _by_activity(pattern, sizes, sparse, dense)
+  num_active = pattern.counts
+  if hot_neurons:
+    num_active += jnp.sum(active[:, hot], axis=1, dtype=jnp.int32)
   activity = Activity(
-    l1=l1.astype(jnp.float32) / tokens,
-    active=pattern.counts,
+    l1=sums.l1.astype(jnp.float32) / tokens,
+    active=num_active,
     fired=jnp.sum(active, axis=0, dtype=jnp.int32),
     overflowed=jnp.zeros((), jnp.int32),
   )
-  kept = (z, *pattern, u_blocks) if store else (z, *pattern)
-  return Forward(FFNOutput(y, activity), kept)
+  kept = _Kept(z, pattern, sums.hot_u, sums.u_blocks)
+  return Forward(FFNOutput(sums.y, activity), kept)
+
+
+class _Sums(NamedTuple):
+  """What a branch of the forward pass returns."""
+
+  y: Float[Array, "tokens d_model"]
+  l1: Float[Array, ""]  # times the number of tokens
+  hot_u: Float[Array, "tokens hot"] | None
+  u_blocks: Float[Array, "steps tile slots"] | None
+
+
+class _Kept(NamedTuple):
+  """What the backward pass needs besides the inputs; u if gated."""
+
+  z: Float[Array, "tokens d_ff"]
+  pattern: Pattern
+  hot_u: Float[Array, "tokens hot"] | None
+  u_blocks: Float[Array, "steps tile slots"] | None
+
+
+def _cold(
+  active: Bool[Array, "tokens d_ff"], hot_neurons: int
+) -> Bool[Array, "tokens d_ff"]:
+  """Without the hot neurons, whose columns stay, so that indices do."""
+  return active & (jnp.arange(active.shape[1]) >= hot_neurons)[None]
+
+
+def _rows(
+  matrix: Float[Array, "d_ff d_model"] | None, rows: slice
+) -> Float[Array, "rows d_model"] | None:
+  return None if matrix is None else matrix[rows]
 
 
 def _pad_gemv(x: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
@@ -179,214 +228,44 @@ def _pad_gemv(x: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
   return jnp.pad(x, ((0, 1), (0, 0))) if alone else x
 
 
-def _no_blocks(
-  x: Float[Array, "tokens d_model"], sizes: _Sizes
-) -> Float[Array, "steps tile slots"]:
-  shape = (sizes.max_steps, sizes.tile, sizes.slots)
-  return jnp.zeros(shape, accumulation_dtype(x.dtype))
-
-
-def _gate_values(
-  z: Float[Array, "tokens d_ff"],
-  tokens: Int32[Array, "#tile #slots"],
-  neurons: Int32[Array, "#tile #slots"],
-  valid: Bool[Array, "tile slots"],
-) -> Float[Array, "tile slots"]:
-  """z at the slots, 0 where there is none, for accumulation."""
-  values = (
-    z.at[tokens, neurons].get(mode=_TRUSTED).astype(accumulation_dtype(z.dtype))
-  )
-  return jnp.where(valid, values, 0)
-
-
-def _token_plan(pattern: Pattern, sizes: _Sizes) -> Plan:
-  return make_plan(
-    pattern.counts,
-    tile=sizes.tile,
-    slots=sizes.slots,
-    max_active=sizes.max_active,
-  )
-
-
-def _add_at(
-  matrix: Float[Array, "rows width"],
-  rows: Int32[Array, "tile"],
-  values: Float[Array, "tile width"],
-) -> Float[Array, "rows width"]:
-  """Adds the sums of segments to their rows; padding is out of range."""
-  return matrix.at[rows].add(values, mode="drop")
-
-
-def _sparse_forward(x, z, up, down, pattern, sizes, store):
-  """y, the sum of |h|, and the blocks of u if they are to be stored."""
-  dtype = accumulation_dtype(x.dtype)
-  plan = _token_plan(pattern, sizes)
-
-  def one_tile(i, carry):
-    y, l1, blocks = carry
-    tile = take_tile(plan, pattern, i)
-    x_tile = x[tile.read]
-
-    def step(s, carry):
-      total, l1_rows, blocks = carry
-      columns, valid = take_slots(tile, s, slots=sizes.slots)
-      h = _gate_values(z, tile.read[:, None], columns, valid)
-      if up is not None:
-        u = row_dots(x_tile, up, columns)
-        # Not the product alone: u may be infinite where there is no slot.
-        h = jnp.where(valid, h * u, 0)
-      if store:
-        blocks = lax.dynamic_update_index_in_dim(
-          blocks, u, plan.first[i] + s, axis=0
-        )
-      l1_rows += jnp.sum(jnp.abs(h), axis=1)
-      return add_rows(total, h, down, columns), l1_rows, blocks
-
-    total = jnp.zeros((sizes.tile, x.shape[1]), dtype)
-    l1_rows = jnp.zeros((sizes.tile,), dtype)
-    total, l1_rows, blocks = lax.fori_loop(
-      0, plan.steps[i], step, (total, l1_rows, blocks)
-    )
-    return _add_at(y, tile.write, total), l1 + jnp.sum(l1_rows), blocks
-
-  blocks = _no_blocks(x, sizes) if store else None
-  start = jnp.zeros(x.shape, dtype), jnp.zeros((), dtype), blocks
-  y, l1, blocks = _over_tiles(plan, one_tile, start)
-  return y.astype(x.dtype), l1, blocks
-
-
-def _over_tiles(plan, one_tile, start):
-  """The loop over tiles; the first ones may be all padding."""
-  empty = jnp.sum(plan.steps == 0, dtype=jnp.int32)
-  return lax.fori_loop(empty, plan.steps.shape[0], one_tile, start)
-
-
 def backward(
-  kept: tuple[Array, ...],
+  kept: _Kept,
   x: Float[Array, "tokens d_model"],
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   dy: Float[Array, "tokens d_model"],
   dl1: Float[Array, ""],
+  *,
+  hot_neurons: int,
 ) -> Gradients:
   """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
-  z, pattern = kept[0], Pattern(*kept[1:3])
-  u_blocks = None if up is None else kept[3]
-  sizes = _sizes(x, gate.shape[0])
+  z, pattern, hot_u, u_blocks = kept
+  d_ff = gate.shape[0]
+  sizes = _sizes(x, d_ff - hot_neurons)
+  hot = slice(hot_neurons)
 
   def dense():
-    residuals = (z,) if up is None else (z, reference.per_neuron(x, up))
-    return reference.backward(residuals, x, gate, up, down, dy, dl1)
+    u = hot_u
+    if up is not None and hot_neurons < d_ff:
+      u = reference.per_neuron(x, up)
+    residuals = (z,) if u is None else (z, u)
+    return reference.backward(
+      residuals, x, gate, up, down, dy, dl1, hot_neurons=hot_neurons
+    )
 
   def sparse():
-    plan = _token_plan(pattern, sizes)
-    dx, dt_blocks = _sparse_dx(
-      x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes
+    part = dense_part.backward(z[:, hot], hot_u, x, gate, up, down, dy, dl1)
+    walk = make_walk(z, pattern, sizes)
+    dx, dt_blocks = loop_dx(
+      walk, u_blocks, gate, up, down, dy, dl1, start=part.x
     )
-    stored = _Stored(pattern, plan, z, u_blocks, dt_blocks)
-    transposed = columns_pattern(is_active(z))
-    weights = _sparse_weights(stored, transposed, x, dy, sizes)
-    return Gradients(dx, *weights)
+    start = Weights(part.gate, part.up, part.down)
+    transposed = columns_pattern(_cold(is_active(z), hot_neurons))
+    weights = loop_weights(
+      walk, transposed, u_blocks, x, dy, dt_blocks=dt_blocks, start=start
+    )
+    gradients = Gradients(dx, *weights)
+    return jax.tree.map(lambda grad: grad.astype(x.dtype), gradients)
 
   return _by_activity(pattern, sizes, sparse, dense)
-
-
-def _sparse_dx(x, z, u_blocks, gate, up, down, dy, dl1, pattern, plan, sizes):
-  """dx, and the blocks of dt = dy downᵀ + the l1 term at active neurons."""
-  dtype = accumulation_dtype(x.dtype)
-  penalty = dl1.astype(dtype) / x.shape[0]
-
-  def one_tile(i, carry):
-    dx, dt_blocks = carry
-    tile = take_tile(plan, pattern, i)
-    dy_tile = dy[tile.read]
-
-    def step(s, carry):
-      total, dt_blocks = carry
-      columns, valid = take_slots(tile, s, slots=sizes.slots)
-      block = plan.first[i] + s
-      p = _gate_values(z, tile.read[:, None], columns, valid)
-      u = None if u_blocks is None else u_blocks[block]
-      h = p if u is None else p * u
-      dt = row_dots(dy_tile, down, columns) + penalty * jnp.sign(h)
-      dt = jnp.where(valid, dt, 0)
-      dt_blocks = lax.dynamic_update_index_in_dim(dt_blocks, dt, block, axis=0)
-      dz = dt if u is None else jnp.where(valid, dt * u, 0)
-      total = add_rows(total, dz, gate, columns)
-      if up is not None:
-        total = add_rows(total, dt * p, up, columns)
-      return total, dt_blocks
-
-    total = jnp.zeros((sizes.tile, x.shape[1]), dtype)
-    total, dt_blocks = lax.fori_loop(0, plan.steps[i], step, (total, dt_blocks))
-    return _add_at(dx, tile.write, total), dt_blocks
-
-  start = jnp.zeros(x.shape, dtype), _no_blocks(x, sizes)
-  dx, dt_blocks = _over_tiles(plan, one_tile, start)
-  return dx.astype(x.dtype), dt_blocks
-
-
-class _Stored(NamedTuple):
-  """What the loops over tokens left, to be read by the loop over neurons."""
-
-  pattern: Pattern
-  plan: Plan
-  z: Float[Array, "tokens d_ff"]
-  u_blocks: Float[Array, "steps tile slots"] | None
-  dt_blocks: Float[Array, "steps tile slots"]
-
-
-def _sparse_weights(stored, transposed, x, dy, sizes):
-  """Gradients of gate, up and down: rows of x and dy, summed per neuron."""
-  gated = stored.u_blocks is not None
-  dtype = accumulation_dtype(x.dtype)
-  plan = make_plan(
-    transposed.counts,
-    tile=sizes.neuron_tile,
-    slots=_NEURON_SLOTS,
-    max_active=sizes.max_active,
-  )
-
-  def one_tile(i, carry):
-    tile = take_tile(plan, transposed, i)
-    neurons = tile.read[:, None]
-
-    def step(s, totals):
-      tokens, valid = take_slots(
-        tile,
-        s,
-        slots=_NEURON_SLOTS,
-        word_stride=1,
-        bit_stride=transposed.words.shape[1],
-      )
-      rank = rank_of(stored.pattern, tokens, neurons)
-      address = slot_address(stored.plan, tokens, rank, slots=sizes.slots)
-
-      def read(blocks):
-        values = blocks.at[address].get(mode="clip")
-        return jnp.where(valid, values, 0)
-
-      p = _gate_values(stored.z, tokens, neurons, valid)
-      dt = read(stored.dt_blocks)
-      if not gated:
-        dgate, ddown = totals
-        return add_rows(dgate, dt, x, tokens), add_rows(ddown, p, dy, tokens)
-      u = read(stored.u_blocks)
-      dgate, dup, ddown = totals
-      return (
-        add_rows(dgate, dt * u, x, tokens),
-        add_rows(dup, dt * p, x, tokens),
-        add_rows(ddown, p * u, dy, tokens),
-      )
-
-    zeros = jnp.zeros((sizes.neuron_tile, x.shape[1]), dtype)
-    totals = lax.fori_loop(0, plan.steps[i], step, (zeros,) * len(carry))
-    return tuple(
-      _add_at(matrix, tile.write, total) for matrix, total in zip(carry, totals)
-    )
-
-  zeros = jnp.zeros((transposed.words.shape[0], x.shape[1]), dtype)
-  grads = _over_tiles(plan, one_tile, (zeros,) * (3 if gated else 2))
-  grads = tuple(grad.astype(x.dtype) for grad in grads)
-  return grads if gated else (grads[0], None, grads[1])

@@ -1,0 +1,341 @@
+"""The Mosaic implementation: interpreted on CPU, compiled for an H200."""
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from pallas_kernels import tuning
+from pallas_kernels.gather_config import GatherConfig
+from pallas_kernels.target import H200
+from tests.helpers.kernels import (
+  compile_for_h200,
+  interpret_params,
+  lower_for_cuda,
+  no_races,
+)
+from tests.ops.dense_layer import ACTIVITIES, make_case, oracle
+from tests.ops.exactness import assert_no_less_exact_than_dense
+from tests.ops.settings import Setting, results, results_of
+from twell_jax.formats import TwellMatrix
+from twell_jax.ops import (
+  gate_pack,
+  mosaic,
+  reference,
+  sharded_sparse_ffn,
+  sparse_ffn,
+)
+
+# Nothing here divides anything, and the interpreter is slow.
+SIZE = {"tokens": (13,), "d_model": 33, "d_ff": 300}
+
+
+@pytest.fixture
+def interpreted():
+  with plgpu.force_gpu_interpret_mode(interpret_params()), no_races():
+    yield
+
+
+@pytest.fixture
+def whole_rows(monkeypatch, interpreted):
+  """One segment per token, as with thousands of them.
+
+  A few tokens are cut into segments of a few slots, and every block is
+  interpreted, whether there is work for it or not.
+  """
+  config = GatherConfig(rows_per_step=4, segment_length=1024)
+  monkeypatch.setattr(tuning, "for_gathered", lambda *_, matrices: config)
+
+
+def bf16_case(rng, activity, **changes):
+  return make_case(rng, activity, **SIZE | changes).as_dtype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+  ("gated", "hot_share"), [(True, 0.0), (False, 0.0), (True, 0.4), (False, 0.4)]
+)
+@pytest.mark.usefixtures("whole_rows")
+def test_no_less_exact_than_dense(gated, hot_share, rng):
+  """Values and gradients; most activities overflow some tokens."""
+  cases = [bf16_case(rng, activity) for activity in ACTIVITIES]
+  if not gated:
+    cases = [case.without_up() for case in cases]
+  setting = Setting("mosaic", hot_share=hot_share)
+  assert_no_less_exact_than_dense(cases, setting, jnp.bfloat16)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_rows_in_segments(rng):
+  """As the config has it for a few tokens: their parts are added."""
+  cases = [
+    bf16_case(rng, activity, tokens=(3,), d_ff=200) for activity in ACTIVITIES
+  ]
+  assert_no_less_exact_than_dense(cases, Setting("mosaic"), jnp.bfloat16)
+
+
+def test_all_neurons_hot(rng):
+  """Is the dense layer, and runs no kernel."""
+  case = bf16_case(rng, "mixed")
+  with plgpu.force_gpu_interpret_mode():
+    actual = jax.jit(op_for(300))(*case[:4])
+    expected = jax.jit(sparse_ffn, static_argnames="implementation")(
+      *case[:4], implementation="reference"
+    )
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize(
+  ("tokens", "d_model", "d_ff"), [((), 256, 256), ((2, 3), 1, 1)]
+)
+@pytest.mark.usefixtures("whole_rows")
+def test_sizes(tokens, d_model, d_ff, rng):
+  cases = [
+    bf16_case(rng, activity, tokens=tokens, d_model=d_model, d_ff=d_ff)
+    for activity in ACTIVITIES
+  ]
+  assert_no_less_exact_than_dense(cases, Setting("mosaic"), jnp.bfloat16)
+
+
+def inputs_with_pattern(rng, pattern):
+  """Inputs of which neuron n is active at token m where pattern[m, n] is."""
+  tokens, d_ff = pattern.shape
+  x = np.eye(tokens)
+  gate = np.where(pattern.T, 1, -1) * rng.integers(1, 5, (d_ff, tokens))
+  up, down = rng.normal(size=(2, d_ff, tokens))
+  return [jnp.asarray(a, jnp.bfloat16) for a in (x, gate, up, down)]
+
+
+def edge_pattern(rng, tokens, d_ff, config):
+  """Tokens with 0, 1, S, S + 1 and all neurons active in a tile, and more."""
+  width, slots = config.tile_width, config.slots
+  pattern = np.zeros((tokens, d_ff), bool)
+  for token, count in enumerate((0, 1, slots, slots + 1, width)):
+    tile = width * (token % (d_ff // width))
+    pattern[token, tile : tile + count] = True
+  # The row's own edge, spread so that no tile overflows.
+  row = mosaic.ell_width(d_ff)
+  for token, count in ((5, row), (6, row + 1)):
+    pattern[token, rng.permutation(d_ff)[:count]] = True
+  pattern[7:] = rng.random(pattern[7:].shape) < 0.02
+  return pattern
+
+
+@pytest.mark.parametrize("block", [3, 512])
+@pytest.mark.usefixtures("whole_rows")
+def test_tokens_that_overflow(block, rng, monkeypatch):
+  monkeypatch.setattr(mosaic, "_DENSE_TOKENS", block)
+  tokens, d_ff = 16, 1024
+  config = tuning.for_gate_pack(H200, tokens, d_ff, tokens)
+  pattern = edge_pattern(rng, tokens, d_ff, config)
+  x, gate, up, down = inputs_with_pattern(rng, pattern)
+  op = jax.jit(functools.partial(sparse_ffn, implementation="mosaic"))
+  exact = reference_in_float64(x, gate, up, down)
+  # Nobody, one token of one block, several blocks, and everybody.
+  per_tile = pattern.reshape(tokens, -1, config.tile_width).sum(2)
+  overflows = (per_tile > config.slots).any(1)
+  overflows |= pattern.sum(1) > mosaic.ell_width(d_ff)
+  for chosen in (
+    np.flatnonzero(~overflows),
+    np.append(np.flatnonzero(~overflows), 3),
+    np.arange(tokens),
+    np.resize(np.flatnonzero(overflows), tokens),
+  ):
+    chosen = np.resize(chosen, tokens)
+    y, activity = op(x[chosen], gate, up, down)
+    assert activity.overflowed == overflows[chosen].sum()
+    np.testing.assert_array_equal(activity.active, pattern[chosen].sum(1))
+    np.testing.assert_array_equal(activity.fired, pattern[chosen].sum(0))
+    scale = np.abs(exact).max()
+    np.testing.assert_allclose(
+      y.astype(jnp.float32), exact[chosen], rtol=0, atol=2**-7 * scale
+    )
+
+
+def reference_in_float64(x, gate, up, down):
+  x, gate, up, down = (np.asarray(a, np.float64) for a in (x, gate, up, down))
+  return (np.maximum(x @ gate.T, 0) * (x @ up.T)) @ down
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("hot_neurons", [0, 100])
+@pytest.mark.usefixtures("whole_rows")
+def test_a_non_finite_token(bad, hot_neurons, rng):
+  """Its gates at the neurons that only pad d_ff are NaN too."""
+  for gated in (True, False):
+    case = bf16_case(rng, "heavy tail")
+    case = case if gated else case.without_up()
+    x = case.x.copy()
+    x[4, 5] = bad
+    inputs = x, case.gate, case.up, case.down
+    y, activity = jax.jit(op_for(hot_neurons))(*inputs)
+    expected = sparse_ffn(*inputs, implementation="reference")
+    np.testing.assert_array_equal(activity.active, expected.activity.active)
+    np.testing.assert_array_equal(activity.fired, expected.activity.fired)
+    np.testing.assert_array_equal(np.isfinite(y), np.isfinite(expected.y))
+    others = np.arange(13) != 4
+    assert np.isfinite(y[others]).all()
+    assert not np.isfinite(y[4]).any()
+
+
+@pytest.mark.usefixtures("whole_rows")
+def test_two_calls_give_the_same_bits(rng):
+  case = bf16_case(rng, "heavy tail")
+  op = results_of(Setting("mosaic"))
+  jax.tree.map(np.testing.assert_array_equal, op(case), op(case))
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("hot_neurons", [0, 100])
+@pytest.mark.usefixtures("whole_rows")
+def test_on_a_mesh(shape, hot_neurons, rng):
+  mesh = jax.make_mesh(
+    shape, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2
+  )
+  case = bf16_case(rng, "heavy tail", tokens=(4, 3))
+  op = functools.partial(
+    sharded_sparse_ffn,
+    mesh=mesh,
+    token_axes=("data",),
+    hot_neurons=hot_neurons,
+    implementation="mosaic",
+  )
+  actual = jax.jit(lambda case: results(case, op))(case)
+  expected = oracle(case)
+  np.testing.assert_array_equal(actual.active, expected.active)
+  np.testing.assert_array_equal(actual.fired, expected.fired)
+  for name in ("y", "l1", "dx", "dgate", "dup", "ddown"):
+    exact = getattr(expected, name)
+    np.testing.assert_allclose(
+      np.asarray(getattr(actual, name), np.float64),
+      exact,
+      rtol=0,
+      atol=2**-6 * np.abs(exact).max(),
+      err_msg=name,
+    )
+
+
+@pytest.mark.usefixtures("whole_rows")
+def test_under_transforms(rng):
+  """vmap over tokens, scan over layers, remat: values and gradients."""
+  case = bf16_case(rng, "heavy tail", tokens=(2, 3), d_model=256)
+
+  def loss(x, gate, up, down, op):
+    def layer(x, weights):
+      y = jax.vmap(lambda x: op(x, *weights).y)(x)
+      return jnp.clip(jnp.round(x + y), -2, 2), jnp.sum(y.astype(jnp.float32))
+
+    weights = jax.tree.map(lambda w: jnp.stack([w, w]), (gate, up, down))
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, weights)[1])
+
+  def derivatives(implementation):
+    op = functools.partial(sparse_ffn, implementation=implementation)
+    f = jax.value_and_grad(functools.partial(loss, op=op), (1, 2, 3))
+    return jax.jit(f)(*map(jnp.asarray, case[:4]))
+
+  actual, expected = derivatives("mosaic"), derivatives("reference")
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(
+      np.asarray(a, np.float64),
+      np.asarray(b, np.float64),
+      rtol=0,
+      atol=2**-5 * np.abs(np.asarray(b, np.float64)).max(),
+    ),
+    actual,
+    expected,
+  )
+
+
+@pytest.mark.parametrize(("tile_width", "slots"), [(256, 32), (64, 8)])
+@pytest.mark.usefixtures("whole_rows")
+def test_gate_pack(tile_width, slots, rng):
+  case = bf16_case(rng, "heavy tail")
+  x = case.x.copy()
+  x[4, 5] = np.nan
+  sizes = {"tile_width": tile_width, "slots": slots}
+  actual = jax.jit(
+    functools.partial(gate_pack, implementation="mosaic", **sizes)
+  )(x, case.gate)
+  expected = gate_pack(x, case.gate, **sizes)
+  assert (actual.d_ff, actual.tile_width) == (300, tile_width)
+  np.testing.assert_array_equal(actual.counts, expected.counts)
+  np.testing.assert_array_equal(actual.columns, expected.columns)
+  np.testing.assert_array_equal(
+    actual.values.astype(np.float32), expected.values.astype(np.float32)
+  )
+
+
+def test_gate_pack_on_any_device(rng):
+  x = rng.normal(size=(5, 7)).astype(np.float32)
+  gate = rng.normal(size=(9, 7)).astype(np.float32)
+  matrix = gate_pack(x, gate, tile_width=4, slots=4)
+  z = reference.per_neuron(jnp.asarray(x), jnp.asarray(gate))
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    matrix,
+    TwellMatrix.pack(z, tile_width=4, slots=4),
+  )
+
+
+@pytest.mark.parametrize(
+  ("x", "gate", "message"),
+  [
+    (np.zeros((2, 3, 4)), np.zeros((5, 4)), r"x \(2, 3, 4\) and gate \(5, 4\)"),
+    (np.zeros((2, 3)), np.zeros((5, 4)), r"must be \[tokens, d_model\]"),
+    (np.zeros((2, 4), np.int32), np.zeros((5, 4)), "x is int32 and gate is f"),
+  ],
+)
+def test_gate_pack_refuses(x, gate, message):
+  with pytest.raises(ValueError, match=message):
+    gate_pack(x, gate)
+  with pytest.raises(ValueError, match="'cuda' is unknown: use one of"):
+    gate_pack(np.zeros((2, 4)), np.zeros((5, 4)), implementation="cuda")
+
+
+def test_refuses_what_it_cannot_do():
+  for op in (
+    lambda x: sparse_ffn(x, x, x, x, implementation="mosaic"),
+    lambda x: gate_pack(x, x, implementation="mosaic"),
+  ):
+    with pytest.raises(NotImplementedError, match=r"float32: .*'xla'"):
+      op(jnp.ones((8, 4)))
+    with pytest.raises(NotImplementedError, match=r"'cpu'.*'xla'"):
+      op(jnp.ones((8, 4), jnp.bfloat16))
+
+
+def shapes(tokens, d_model, d_ff):
+  matrix = jax.ShapeDtypeStruct((d_ff, d_model), jnp.bfloat16)
+  x = jax.ShapeDtypeStruct((tokens, d_model), jnp.bfloat16)
+  return x, matrix, matrix, matrix
+
+
+def op_for(hot_neurons):
+  return functools.partial(
+    sparse_ffn, implementation="mosaic", hot_neurons=hot_neurons
+  )
+
+
+@pytest.mark.parametrize(
+  ("tokens", "d_model", "d_ff", "hot_neurons"),
+  [(16384, 2048, 5632, 640), (1, 2048, 5632, 0), (77, 576, 1000, 0)],
+)
+def test_compiles_for_an_h200(tokens, d_model, d_ff, hot_neurons):
+  compiled = compile_for_h200(
+    op_for(hot_neurons), *shapes(tokens, d_model, d_ff)
+  )
+  assert len(compiled.kernels) >= 2
+  for stats in compiled.kernels:
+    assert stats.spill_bytes == 0
+  # The dense activation is never in memory: of z, u and h there are blocks.
+  memory = compiled.executable.memory_analysis()
+  if tokens == 16384:
+    assert memory.temp_size_in_bytes < tokens * d_ff * 2
+
+
+def test_lowers_without_a_compiler(monkeypatch):
+  monkeypatch.setattr(mosaic.target, "device_of", lambda _: mosaic.target.H200)
+  text = lower_for_cuda(op_for(0), *shapes(5, 33, 100))
+  assert text.count("mosaic_gpu") >= 2

@@ -1,0 +1,284 @@
+"""The loops of the xla implementation over active neurons, a step at a time.
+
+Each walks the tiles of a plan (tiles.py) with the sums of a tile's segments in
+its carry, and adds them to their rows of the result when the tile is done. The
+results start from what the caller has: the part of the hot neurons.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from twell_jax.formats.bits import Pattern, rank_of
+from twell_jax.ops.gathered import accumulation_dtype, add_rows, row_dots
+from twell_jax.ops.tiles import (
+  Plan,
+  make_plan,
+  slot_address,
+  take_slots,
+  take_tile,
+)
+
+_NEURON_SLOTS = 8
+
+# Indices made here are in range by construction.
+_TRUSTED = "promise_in_bounds"
+
+
+class Sizes(NamedTuple):
+  """Static sizes of the loops, from the shape of a call."""
+
+  tile: int  # segments of tokens in a tile
+  slots: int  # active neurons of each segment in a step
+  max_active: int  # active neurons of all tokens up to which sparse is faster
+  max_steps: int  # steps that these take at most
+  neuron_tile: int  # segments of neurons in a tile, for dgate, dup and ddown
+
+
+class Walk(NamedTuple):
+  """Which neurons the loops visit at which tokens, and in which order."""
+
+  z: Float[Array, "tokens d_ff"]
+  pattern: Pattern
+  plan: Plan
+  sizes: Sizes
+
+
+def make_walk(
+  z: Float[Array, "tokens d_ff"], pattern: Pattern, sizes: Sizes
+) -> Walk:
+  """The walk over the active neurons of each token."""
+  plan = make_plan(
+    pattern.counts,
+    tile=sizes.tile,
+    slots=sizes.slots,
+    max_active=sizes.max_active,
+  )
+  return Walk(z, pattern, plan, sizes)
+
+
+def no_blocks(
+  x: Float[Array, "tokens d_model"], sizes: Sizes
+) -> Float[Array, "steps tile slots"]:
+  """A number for each slot of a walk."""
+  shape = (sizes.max_steps, sizes.tile, sizes.slots)
+  return jnp.zeros(shape, accumulation_dtype(x.dtype))
+
+
+def _gate_values(
+  z: Float[Array, "tokens d_ff"],
+  tokens: Int32[Array, "#tile #slots"],
+  neurons: Int32[Array, "#tile #slots"],
+  valid: Bool[Array, "tile slots"],
+) -> Float[Array, "tile slots"]:
+  """z at the slots, 0 where there is none, for accumulation."""
+  values = (
+    z.at[tokens, neurons].get(mode=_TRUSTED).astype(accumulation_dtype(z.dtype))
+  )
+  return jnp.where(valid, values, 0)
+
+
+def _add_at(
+  matrix: Float[Array, "rows width"],
+  rows: Int32[Array, "tile"],
+  values: Float[Array, "tile width"],
+) -> Float[Array, "rows width"]:
+  """Adds the sums of segments to their rows; padding is out of range."""
+  return matrix.at[rows].add(values, mode="drop")
+
+
+def _over_tiles(plan, one_tile, start):
+  """The loop over tiles; the first ones may be all padding."""
+  empty = jnp.sum(plan.steps == 0, dtype=jnp.int32)
+  return lax.fori_loop(empty, plan.steps.shape[0], one_tile, start)
+
+
+class LoopForward(NamedTuple):
+  """Y and the sum of |h|, not yet rounded, and u at the slots if stored."""
+
+  y: Float[Array, "tokens d_model"]
+  l1: Float[Array, ""]
+  u_blocks: Float[Array, "steps tile slots"] | None
+
+
+def loop_forward(
+  walk: Walk,
+  x: Float[Array, "tokens d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  *,
+  start: LoopForward,
+) -> LoopForward:
+  """Y and the sum of |h| of the active neurons, added to those of `start`.
+
+  Args:
+    walk: The active neurons.
+    x: Tokens.
+    up: Up matrix, or None.
+    down: Down matrix.
+    start: Sums in the accumulation dtype; u is stored where it has blocks.
+  """
+  z, pattern, plan, sizes = walk
+  dtype = accumulation_dtype(x.dtype)
+
+  def one_tile(i, carry):
+    y, l1, blocks = carry
+    tile = take_tile(plan, pattern, i)
+    x_tile = x[tile.read]
+
+    def step(s, carry):
+      total, l1_rows, blocks = carry
+      columns, valid = take_slots(tile, s, slots=sizes.slots)
+      h = _gate_values(z, tile.read[:, None], columns, valid)
+      if up is not None:
+        u = row_dots(x_tile, up, columns)
+        # Not the product alone: u may be infinite where there is no slot.
+        h = jnp.where(valid, h * u, 0)
+        if blocks is not None:
+          blocks = lax.dynamic_update_index_in_dim(
+            blocks, u, plan.first[i] + s, axis=0
+          )
+      l1_rows += jnp.sum(jnp.abs(h), axis=1)
+      return add_rows(total, h, down, columns), l1_rows, blocks
+
+    total = jnp.zeros((sizes.tile, x.shape[1]), dtype)
+    l1_rows = jnp.zeros((sizes.tile,), dtype)
+    total, l1_rows, blocks = lax.fori_loop(
+      0, plan.steps[i], step, (total, l1_rows, blocks)
+    )
+    l1 += jnp.sum(l1_rows)
+    return LoopForward(_add_at(y, tile.write, total), l1, blocks)
+
+  return _over_tiles(plan, one_tile, start)
+
+
+class LoopDx(NamedTuple):
+  """dx, not yet rounded, and dt = dy downᵀ + the l1 term at the slots."""
+
+  dx: Float[Array, "tokens d_model"]
+  dt_blocks: Float[Array, "steps tile slots"]
+
+
+def loop_dx(
+  walk: Walk,
+  u_blocks: Float[Array, "steps tile slots"] | None,
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  dy: Float[Array, "tokens d_model"],
+  dl1: Float[Array, ""],
+  *,
+  start: Float[Array, "tokens d_model"],
+) -> LoopDx:
+  """The active neurons' part of dx, added to `start`."""
+  z, pattern, plan, sizes = walk
+  penalty = dl1.astype(start.dtype) / dy.shape[0]
+
+  def one_tile(i, carry):
+    dx, dt_blocks = carry
+    tile = take_tile(plan, pattern, i)
+    dy_tile = dy[tile.read]
+
+    def step(s, carry):
+      total, dt_blocks = carry
+      columns, valid = take_slots(tile, s, slots=sizes.slots)
+      block = plan.first[i] + s
+      p = _gate_values(z, tile.read[:, None], columns, valid)
+      u = None if u_blocks is None else u_blocks[block]
+      h = p if u is None else p * u
+      dt = row_dots(dy_tile, down, columns) + penalty * jnp.sign(h)
+      dt = jnp.where(valid, dt, 0)
+      dt_blocks = lax.dynamic_update_index_in_dim(dt_blocks, dt, block, axis=0)
+      dz = dt if u is None else jnp.where(valid, dt * u, 0)
+      total = add_rows(total, dz, gate, columns)
+      if up is not None:
+        total = add_rows(total, dt * p, up, columns)
+      return total, dt_blocks
+
+    total = jnp.zeros((sizes.tile, dy.shape[1]), start.dtype)
+    total, dt_blocks = lax.fori_loop(0, plan.steps[i], step, (total, dt_blocks))
+    return LoopDx(_add_at(dx, tile.write, total), dt_blocks)
+
+  return _over_tiles(plan, one_tile, LoopDx(start, no_blocks(dy, sizes)))
+
+
+class Weights(NamedTuple):
+  """Gradients of the matrices, not yet rounded; `up` is None without one."""
+
+  gate: Float[Array, "d_ff d_model"]
+  up: Float[Array, "d_ff d_model"] | None
+  down: Float[Array, "d_ff d_model"]
+
+
+def loop_weights(
+  walk: Walk,
+  transposed: Pattern,
+  u_blocks: Float[Array, "steps tile slots"] | None,
+  x: Float[Array, "tokens d_model"],
+  dy: Float[Array, "tokens d_model"],
+  *,
+  dt_blocks: Float[Array, "steps tile slots"],
+  start: Weights,
+) -> Weights:
+  """Sums of rows of x and dy at the active neurons, added to `start`.
+
+  Args:
+    walk: The active neurons of each token, as the other loops visited them.
+    transposed: The same pattern, by neuron.
+    u_blocks: What `loop_forward` stored; None without up.
+    x: Tokens.
+    dy: Cotangent of y.
+    dt_blocks: What `loop_dx` stored.
+    start: In the accumulation dtype.
+  """
+  z, pattern, plan, sizes = walk
+  neuron_plan = make_plan(
+    transposed.counts,
+    tile=sizes.neuron_tile,
+    slots=_NEURON_SLOTS,
+    max_active=sizes.max_active,
+  )
+
+  def one_tile(i, carry):
+    tile = take_tile(neuron_plan, transposed, i)
+    neurons = tile.read[:, None]
+
+    def step(s, totals):
+      tokens, valid = take_slots(
+        tile,
+        s,
+        slots=_NEURON_SLOTS,
+        word_stride=1,
+        bit_stride=transposed.words.shape[1],
+      )
+      rank = rank_of(pattern, tokens, neurons)
+      address = slot_address(plan, tokens, rank, slots=sizes.slots)
+
+      def read(blocks):
+        values = blocks.at[address].get(mode="clip")
+        return jnp.where(valid, values, 0)
+
+      p = _gate_values(z, tokens, neurons, valid)
+      dt = read(dt_blocks)
+      if u_blocks is None:
+        dgate, ddown = totals
+        return add_rows(dgate, dt, x, tokens), add_rows(ddown, p, dy, tokens)
+      u = read(u_blocks)
+      dgate, dup, ddown = totals
+      return (
+        add_rows(dgate, dt * u, x, tokens),
+        add_rows(dup, dt * p, x, tokens),
+        add_rows(ddown, p * u, dy, tokens),
+      )
+
+    zeros = jnp.zeros((sizes.neuron_tile, x.shape[1]), start.gate.dtype)
+    totals = lax.fori_loop(0, neuron_plan.steps[i], step, (zeros,) * len(carry))
+    return tuple(
+      _add_at(matrix, tile.write, total) for matrix, total in zip(carry, totals)
+    )
+
+  matrices = tuple(matrix for matrix in start if matrix is not None)
+  gate, *up, down = _over_tiles(neuron_plan, one_tile, matrices)
+  return Weights(gate, up[0] if up else None, down)
