@@ -166,14 +166,24 @@ def compile_for_h200(
   arguments = jax.tree.map(placed, arguments)
   with tempfile.TemporaryDirectory() as folder:
     with _environment("MOSAIC_GPU_DUMP_TO", folder), _quiet():
-      executable = jax.jit(function).lower(*arguments).compile()
+      lowered = jax.jit(function).lower(*arguments)
+      executable = lowered.compile()
     # Names end in the number of the lowering.
     reports = sorted(
       pathlib.Path(folder).glob("*.ptxas"),
       key=lambda path: int(path.stem.split("_")[-1]),
     )
-    kernels = tuple(_read_stats(path) for path in reports)
-  return Compiled(executable, kernels)
+    compiled = [_read_stats(path) for path in reports]
+  hashes = list(dict.fromkeys(_KERNEL_HASH.findall(lowered.as_text())))
+  new = [name for name in hashes if name not in _stats_by_hash]
+  _stats_by_hash.update(zip(new, compiled, strict=True))
+  return Compiled(executable, tuple(_stats_by_hash[name] for name in hashes))
+
+
+# From jax 0.12 on a process compiles the same kernel once, and reports on it
+# once, whatever program it is part of.
+_stats_by_hash: dict[str, KernelStats] = {}
+_KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
 
 
 @contextlib.contextmanager
@@ -220,10 +230,9 @@ _STATISTICS = re.compile(
 def _read_stats(report_path: pathlib.Path) -> KernelStats:
   report = report_path.read_text(encoding="utf-8")
   ptx = report_path.with_suffix(".ptx").read_text(encoding="utf-8")
-  launch = report_path.with_suffix(".before_layout_inference.txt").read_text(
+  passes = report_path.with_suffix(".mlir-passes.log").read_text(
     encoding="utf-8"
   )
-  dynamic = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", launch)
   return KernelStats(
     name=report_path.stem.rsplit("_", 1)[0],
     registers=_number(r"Used (\d+) registers", report),
@@ -231,7 +240,7 @@ def _read_stats(report_path: pathlib.Path) -> KernelStats:
     + _number(r"(\d+) bytes spill loads", report),
     stack_bytes=_number(r"(\d+) bytes stack frame", report),
     barriers=_number(r"used (\d+) barriers", report),
-    shared_memory_bytes=(int(dynamic[1]) if dynamic else 0)
+    shared_memory_bytes=_dynamic_shared_memory(passes)
     + _number(r"(\d+) bytes smem", report),
     notes=tuple(
       line.strip()
@@ -240,6 +249,14 @@ def _read_stats(report_path: pathlib.Path) -> KernelStats:
     ),
     ptx=ptx,
   )
+
+
+def _dynamic_shared_memory(passes: str) -> int:
+  """Bytes that the launch in a log of compiler passes asks for."""
+  launch = re.search(r"dynamic_shared_memory_size (%[\w.]+)", passes)
+  if launch is None:
+    return 0
+  return _number(rf"{re.escape(launch[1])} = arith.constant (\d+)", passes)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -74,8 +74,9 @@ def test_reads_spills_and_notes(tmp_path):
     "ptxas info    : Compile time = 18.6 ms\n"
   )
   path.with_suffix(".ptx").write_text("// ptx")
-  path.with_suffix(".before_layout_inference.txt").write_text(
-    "gpu.launch ... dynamic_shared_memory_size %c1032_i32 {"
+  path.with_suffix(".mlir-passes.log").write_text(
+    "%size_1 = arith.constant 1032 : i32\n"
+    "gpu.launch ... dynamic_shared_memory_size %size_1 {"
   )
   (note,) = aot._read_stats(path).notes
   assert "C7510" in note
