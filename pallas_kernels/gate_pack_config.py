@@ -293,7 +293,8 @@ def default_config(
   legal = []
   refused = ValueError(f"{tile_width=} must be at most 256")
   for tile_n in range(tile_width or 64, 257, tile_width or 64):
-    for cluster in (1, 2):
+    # Each CTA of a cluster has rows of its own.
+    for cluster in (1, 2) if m > GatePackConfig.tile_m else (1,):
       if cluster > sm_count or (tile_width is None and tile_n == 192):
         continue
       width = tile_width or tile_n

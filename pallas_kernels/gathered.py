@@ -38,6 +38,7 @@ The gathered sddmm and the spmm of two matrices that a backward pass is made of
 are other bodies for `_call`, out of the same pieces.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels import rows, split_rows, target
+from pallas_kernels import one_device, rows, split_rows, target
 from pallas_kernels.gather_config import GatherConfig
 from pallas_kernels.work_list import Work
 
@@ -273,32 +274,39 @@ def _call(
   )
   part_capacity = work.part_capacity
   parts_type = split_rows.parts_type(part_capacity, k)
-  (results,) = plgpu.kernel(
-    body,
-    out_type=(
-      _Results(
-        rows.words_type(m, k), more, parts_type if part_capacity else None
+
+  def run(words: _Inputs, splits: Array) -> tuple[Array, tuple[Array, ...]]:
+    (results,) = plgpu.kernel(
+      body,
+      out_type=(
+        _Results(
+          rows.words_type(m, k), more, parts_type if part_capacity else None
+        ),
       ),
-    ),
-    grid=work.segments.shape[:1],
-    grid_names=("segment",),
-    scratch_types=scratch,
-    # Where barriers are needed, rows.sum_over_threads has them.
-    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    kernel_name=name,
-    interpret=interpret,
-  )(words)
-  y_words = results.y
-  if part_capacity:
-    y_words = split_rows.add_parts(
-      y_words,
-      results.parts,
-      work.split_rows,
-      words.y0,
-      width=k,
+      grid=work.segments.shape[:1],
+      grid_names=("segment",),
+      scratch_types=scratch,
+      # Where barriers are needed, rows.sum_over_threads has them.
+      compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+      kernel_name=name,
       interpret=interpret,
-    )
-  return results._replace(y=rows.from_words(y_words))
+    )(words)
+    y_words = results.y
+    if part_capacity:
+      y_words = split_rows.add_parts(
+        y_words,
+        results.parts,
+        splits,
+        words.y0,
+        width=k,
+        interpret=interpret,
+      )
+    return y_words, results.more
+
+  if interpret is not None:
+    run = functools.partial(one_device.interpret_kernel, run)
+  y_words, more_results = run(words, work.split_rows)
+  return _Results(rows.from_words(y_words), more_results, None)
 
 
 def _this_segment(segments_ref: Any) -> _Segment:

@@ -173,6 +173,78 @@ def _rows_at(
   return jnp.minimum(row.astype(jnp.int32), end.shape[0] - 1)
 
 
+def of_ell(count: Int32[Array, "rows"], *, width: int, length: int) -> Work:
+  """The work list of an ELL matrix, in which row m owns slots m · width on.
+
+  Rows that are cut, few tokens as in decoding, come from `ell_segments`. Rows
+  that are not, of thousands of tokens, are sorted, so that none is waited for.
+
+  Args and errors are those of `ell_segments`.
+  """
+  if length < width:
+    return ell_segments(count, width=width, length=length)
+  _check_lists(count, count)
+  rows = count.shape[0]
+  return segments(
+    jnp.arange(rows, dtype=jnp.int32) * width,
+    count,
+    length=length,
+    capacity=rows,
+    part_capacity=0,
+  )
+
+
+def ell_segments(
+  count: Int32[Array, "rows"], *, width: int, length: int
+) -> Work:
+  """The work list of an ELL matrix whose rows are cut into equal pieces.
+
+  Row m owns slots m · width and on, and has ⌈width / length⌉ entries, whether
+  it needs them or not. So each entry is a formula of its index, in one fusion,
+  where `segments` sums, searches and sorts in half a dozen launches: this is
+  for few rows, whose kernels take no longer than that. First pieces come
+  first, then second ones, so nearly in the order of length. Nothing is left
+  out, whatever the counts.
+
+  Args:
+    count: Slots that are used of each row, 0 to width.
+    width: Slots of a row.
+    length: Slots of a segment at most.
+
+  Raises:
+    ValueError: An argument out of its bounds, or no rows.
+  """
+  _check_lists(count, count)
+  if width < 1 or length < 1:
+    raise ValueError(f"{width=} and {length=} must be at least 1 slot")
+  rows = count.shape[0]
+  pieces = -(-width // length)
+  index = jnp.arange(rows * pieces, dtype=jnp.int32)
+  piece, row = index // rows, index % rows
+  entry_length = jnp.clip(count[row] - piece * length, 0, length)
+  entries = _table(
+    (piece == 0) | (entry_length > 0),
+    row,
+    row * width + piece * length,
+    entry_length,
+    jnp.where(count[row] > length, row * pieces + piece, -1),
+  )
+  # Room for a part of every piece, of which two come with an entry.
+  capacity = -(-rows * pieces // 2) if pieces > 1 else 0
+  split_row = jnp.arange(capacity, dtype=jnp.int32)
+  read = jnp.minimum(split_row, rows - 1)
+  parts = jnp.where(count > length, (count - 1) // length + 1, 0)
+  split_rows = _table(
+    (split_row < rows) & (parts[read] > 0),
+    split_row,
+    split_row * pieces,
+    parts[read],
+    jnp.zeros_like(read),
+  )
+  total = jnp.sum(jnp.maximum(1, parts), dtype=jnp.int32)
+  return Work(entries, split_rows, total, jnp.sum(parts, dtype=jnp.int32))
+
+
 def _table(
   used: Bool[Array, "entries"], row: Int32[Array, "entries"], *fields: Array
 ) -> Int32[Array, "entries 4"]:

@@ -172,7 +172,7 @@ def test_default_implementation(rng):
   [
     (
       {"implementation": "cuda"},
-      r"implementation='cuda' is unknown: use one of \['mosaic', 'reference', 'xla'\]",
+      r"implementation='cuda' is unknown: use one of \['mosaic', 'reference',",
     ),
     ({"x": np.zeros(())}, r"x \(\) and gate \(5, 4\) must be \[..., d_model\]"),
     ({"x": np.zeros((3, 0))}, r"x \(3, 0\) and .* sizes of at least 1"),

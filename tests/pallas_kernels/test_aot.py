@@ -58,7 +58,9 @@ def test_statistics_of_each_kernel():
     assert "cp.async.bulk" in kernel.ptx
     assert "sm_90a" in kernel.ptx
     assert kernel.notes == ()
-  assert compiled.executable.memory_analysis().output_size_in_bytes == 8192
+  memory = compiled.executable.memory_analysis()
+  assert memory is not None
+  assert memory.output_size_in_bytes == 8192
 
 
 def test_reads_spills_and_notes(tmp_path):

@@ -100,6 +100,15 @@ def test_default_config(shape, chosen):
   assert config.shared_memory_bytes <= SHARED_MEMORY_BYTES
 
 
+@pytest.mark.parametrize("n", [64, 512, 5632])
+@pytest.mark.parametrize("m", [1, 16, 128])
+def test_default_config_of_few_rows_is_no_cluster(m, n):
+  """Whose second CTA would have rows of padding only."""
+  config = default_config(m, n, 256)
+  assert config.cluster == 1
+  assert config.padded_rows(m) - m < max(8, 128 * (m > 64))
+
+
 @pytest.mark.parametrize("m", [1, 100, 1000, 10000])
 @pytest.mark.parametrize("sm_count", [1, 78, 132])
 @pytest.mark.parametrize(

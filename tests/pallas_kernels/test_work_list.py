@@ -214,3 +214,76 @@ def test_segments_refuses(changes, message):
   start, count = arguments.pop("start"), arguments.pop("count")
   with pytest.raises(ValueError, match=message):
     work_list.segments(start, count, **arguments)
+
+
+@hypothesis.given(
+  count=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+  length=st.integers(1, 10),
+)
+def test_ell_segments_are_those_of_a_loop(count, length):
+  """The same segments, where each piece of a row has a part of its own."""
+  width = 9
+  pieces = -(-width // length)
+  work = work_list.ell_segments(
+    jnp.array(count, jnp.int32), width=width, length=length
+  )
+  entries, split_rows, parts = cut(
+    [row * width for row in range(len(count))], count, length
+  )
+  used = [
+    entry for entry in np.asarray(work.segments).tolist() if entry[0] >= 0
+  ]
+  # By piece, then by row.
+  assert used == sorted(
+    used, key=lambda e: ((e[1] - e[0] * width) // length, e[0])
+  )
+  number = {
+    (entry[0], entry[1]): (
+      entry[0] * pieces + (entry[1] - entry[0] * width) // length
+      if entry[3] >= 0
+      else -1
+    )
+    for entry in entries
+  }
+  expected = [[*entry[:3], number[entry[0], entry[1]]] for entry in entries]
+  assert sorted(used) == sorted(expected)
+  split = [row for row in np.asarray(work.split_rows).tolist() if row[0] >= 0]
+  assert split == [
+    [row, row * pieces, many, 0] for row, _, many, _ in split_rows
+  ]
+  assert work.segment_total == len(entries)
+  assert work.part_total == parts
+  assert not work.overflow
+  assert all(entry[3] < work.part_capacity for entry in used)
+  unused = np.asarray(work.segments)[np.asarray(work.segments)[:, 0] < 0]
+  assert (unused == UNUSED).all()
+
+
+def test_of_ell_cuts_few_rows_and_sorts_whole_ones():
+  count = jnp.array([2, 0, 5, 3], jnp.int32)
+  cut_rows = work_list.of_ell(count, width=6, length=2)
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    cut_rows,
+    work_list.ell_segments(count, width=6, length=2),
+  )
+  whole = work_list.of_ell(count, width=6, length=6)
+  np.testing.assert_array_equal(
+    whole.segments,
+    [[2, 12, 5, -1], [3, 18, 3, -1], [0, 0, 2, -1], [1, 6, 0, -1]],
+  )
+  assert whole.part_capacity == 0
+
+
+@pytest.mark.parametrize(
+  ("count", "sizes", "message"),
+  [
+    (jnp.zeros(3, jnp.int32), {"width": 0, "length": 4}, "width=0 and length"),
+    (jnp.zeros(3, jnp.int32), {"width": 4, "length": 0}, "at least 1 slot"),
+    (jnp.zeros(3), {"width": 4, "length": 4}, "is float32 but must be int32"),
+    (jnp.zeros((0,), jnp.int32), {"width": 4, "length": 4}, "at least one row"),
+  ],
+)
+def test_ell_segments_refuse(count, sizes, message):
+  with pytest.raises(ValueError, match=message):
+    work_list.ell_segments(count, **sizes)

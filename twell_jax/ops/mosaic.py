@@ -18,7 +18,7 @@ The backward pass is the dense layer's: z and u are computed again, so nothing
 but the inputs is kept.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -140,7 +140,13 @@ class _Cold(NamedTuple):
   fired: Int32[Array, "cold"]
 
 
-def _hot_part(x, gate, up, down, hot_neurons) -> _Hot:
+def _hot_part(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  hot_neurons: int,
+) -> _Hot:
   hot = slice(hot_neurons)
   z = reference.per_neuron(x, gate[hot])
   part = dense_part.forward(x, z, None if up is None else up[hot], down[hot])
@@ -153,12 +159,24 @@ def _hot_part(x, gate, up, down, hot_neurons) -> _Hot:
   )
 
 
-def _packed(x, gate, device) -> TwellMatrix:
+def _packed(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "cold d_model"],
+  device: target.Device,
+) -> TwellMatrix:
   config = tuning.for_gate_pack(device, x.shape[0], gate.shape[0], x.shape[1])
   return pack_by_kernel(x, gate, config=config, device=device)
 
 
-def _gathered(x, up, down, ell, hot, hot_neurons, device) -> _Cold:
+def _gathered(
+  x: Float[Array, "tokens d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  ell: EllMatrix,
+  hot: _Hot | None,
+  hot_neurons: int,
+  device: target.Device,
+) -> _Cold:
   """The gathered kernel, over the tokens that did not overflow."""
   tokens, d_model = x.shape
   width = ell.width
@@ -171,15 +189,8 @@ def _gathered(x, up, down, ell, hot, hot_neurons, device) -> _Cold:
     width,
     matrices=1 if up is None else 2,
   )
-  length = config.segment_length
-  work = work_list.segments(
-    jnp.arange(tokens, dtype=jnp.int32) * width,
-    ell.stored,
-    length=length,
-    capacity=work_list.max_segments(tokens, width=width, length=length),
-    part_capacity=work_list.max_parts(tokens, width=width, length=length),
-  )
-  operands = {
+  work = work_list.of_ell(ell.stored, width=width, length=config.segment_length)
+  operands: dict[str, Any] = {
     # Hot neurons come first, so cold column 0 is row `hot_neurons`.
     "columns": (ell.columns + hot_neurons).reshape(-1),
     "values": ell.values.astype(jnp.float32).reshape(-1),
@@ -201,7 +212,9 @@ def _gathered(x, up, down, ell, hot, hot_neurons, device) -> _Cold:
   return _Cold(y[:, :d_model], l1, ell.counts, fired)
 
 
-def _pad_rows(matrix):
+def _pad_rows(
+  matrix: Float[Array, "rows d_model"],
+) -> Float[Array, "rows padded"]:
   return pad_to_multiples(matrix, (1, rows.WIDTH_MULTIPLE))
 
 
