@@ -239,7 +239,7 @@ def _with_overflowed(
   # zeros and writes nothing.
   (indices,) = jnp.nonzero(overflow, size=capacity, fill_value=tokens)
 
-  def dense_block(i, carry: _Cold) -> _Cold:
+  def dense_block(i: Int32[Array, ""], carry: _Cold) -> _Cold:
     chosen = lax.dynamic_slice(indices, (i * block,), (block,))
 
     def take(array):
