@@ -1,0 +1,13 @@
+"""What gpu_check.py is made of: checks and timings for one Hopper GPU.
+
+plan          sizes, the names of stages, targets
+supervisor    runs the worker in a process of its own, and outlives it
+worker        that process: runs the stages, one after the other
+pack_checks, gather_checks, op_checks
+              stages that compare results; compare has what they share
+timings, parts
+              stages that time; layers and measure have what they share
+inputs        random numbers
+
+The supervisor's side, plan and supervisor, imports no JAX.
+"""
