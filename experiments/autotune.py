@@ -10,8 +10,8 @@ all take turns in one process, on random data, and the fastest becomes the
 shape's entry in this device's table (pallas_kernels/tuning.py). The last line
 is JSON.
 
-It needs a Hopper GPU, jax with its CUDA plugin, and numpy. Where jaxtyping is
-not installed, PYTHONPATH=.:experiments/on_gpu/stand_ins does instead.
+It needs a Hopper GPU, jax with its CUDA plugin, flax and numpy. Where jaxtyping
+is not installed, PYTHONPATH=.:experiments/on_gpu/stand_ins does instead.
 
 On CPU --interpret tries a few configs at a tiny shape, so that the script is
 known to work. What it times is the interpreter; it writes no table.
@@ -140,14 +140,14 @@ def _print_table(result: Result) -> None:
   times, default = result.times, result.problem.default
   ranked = sorted(times, key=lambda config: times[config].median_ms)
   shown = ranked[:10] + ([default] if default in ranked[10:] else [])
-  print(f"{'median ms':>10}{'quartiles':>20}{'ratio':>8}")
+  print(f"{'median ms':>10} {'quartiles':>20} {'ratio':>8}")
   for config in shown:
     time = times[config]
     quartiles = f"{time.lower_ms:.4f} – {time.upper_ms:.4f}"
     ratio = times[default].median_ms / time.median_ms
     mark = "  (default)" if config == default else ""
     print(
-      f"{time.median_ms:10.4f}{quartiles:>20}{ratio:8.3f}  {_text(config)}"
+      f"{time.median_ms:10.4f} {quartiles:>20} {ratio:8.3f}  {_text(config)}"
       f"{mark}"
     )
 
@@ -176,6 +176,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
   is_dry = target.interpret_params() is not None
   device = target.device_of(jnp.zeros(()))
   path = pathlib.Path(options.output or tuning.table_path(device.kind))
+  if not is_dry:
+    # What cannot be merged into is refused now, not after it was tuned.
+    tuning.load(path, device.kind)
   where = environment.describe()
   shapes = options.shapes or _TINY
   results = []

@@ -210,7 +210,7 @@ def _gathered(shape: Shape, *, matrices: int, has_y0: bool) -> Iterator[Row]:
     _integers(m * width),
     jax.ShapeDtypeStruct((m * width,), jnp.float32),
   )
-  y0 = _matrix(m, k) if has_y0 else None
+  y0 = jax.ShapeDtypeStruct((m, k), jnp.float32) if has_y0 else None
 
   def down_only(down, columns, values, work, y0):
     return gathered.gathered_down(

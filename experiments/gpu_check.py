@@ -207,7 +207,7 @@ def _tables(
 ) -> str:
   """Times, what went wrong, what was left out, and the targets."""
   lines = [
-    f"{'ms per layer':54}{'median':>10}{'quartiles':>20}{'TFLOP/s':>9}"
+    f"{'ms per layer':54}{'median':>10} {'quartiles':>22}{'TFLOP/s':>9}"
     f"{'TB/s':>7}{'ratio':>7}"
   ]
   for name, result in record.stages.items():
@@ -253,7 +253,7 @@ def _row(contender: str, figures: Mapping[str, Any]) -> str:
 
   return (
     f"  {contender:52}{figures['ms_per_layer']:>10.4f}"
-    f"{f'{lower:.4f} – {upper:.4f}':>20}"
+    f" {f'{lower:.4f} – {upper:.4f}':>22}"
     f"{optional(figures['tflop_per_s'], 0):>9}"
     f"{optional(figures['gathered_tb_per_s'], 2):>7}"
     f"{optional(figures['ratio_to_dense'], 2):>7}"

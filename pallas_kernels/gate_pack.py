@@ -305,10 +305,13 @@ def _kernel(
         words.at[pl.ds(0, consumer_rows)],
         words_gmem.at[rows, pl.ds(column * shape.row_slots, shape.row_slots)],
       )
-      plgpu.copy_smem_to_gmem(
-        counts.at[:, pl.ds(0, consumer_rows)],
-        counts_gmem.at[pl.ds(column * shape.tiles, shape.tiles), rows],
-      )
+      # One copy for each tile: of fewer rows than 64, those of several tiles do
+      # not follow one another in shared memory.
+      for part in range(shape.tiles):
+        plgpu.copy_smem_to_gmem(
+          counts.at[part, pl.ds(0, consumer_rows)],
+          counts_gmem.at[column * shape.tiles + part, rows],
+        )
 
     plgpu.wait_smem_to_gmem(0)
 

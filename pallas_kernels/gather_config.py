@@ -60,10 +60,9 @@ def default_config(
 ) -> GatherConfig:
   """A config for m rows of up to `width` entries, by shape.
 
-  As many rows a step as 128 registers allow. A segment is at most as long as
-  one block's share, were the work spread evenly over all blocks that run at a
-  time: the rows of a prefill stay whole, while those of a few tokens are cut
-  into segments of a step or a few, which more SMs share.
+  As many rows a step as 128 registers allow, and segments of
+  `segment_length`: the rows of a prefill stay whole, while those of a few
+  tokens are cut into segments of a step or a few, which more SMs share.
 
   Args:
     m: Rows of the result, tokens.
@@ -91,13 +90,34 @@ def default_config(
   # The widest rows exceed 128 registers even one at a time; fewer blocks then
   # share an SM.
   rows_per_step = max(fitting, default=1)
-  active = width / 4 if active is None else active
+  length = segment_length(
+    m,
+    width,
+    rows_per_step=rows_per_step,
+    active=width / 4 if active is None else active,
+    sm_count=sm_count,
+  )
+  return GatherConfig(rows_per_step=rows_per_step, segment_length=length)
+
+
+def segment_length(
+  m: int, width: int, *, rows_per_step: int, active: float, sm_count: int
+) -> int:
+  """Slots of a segment at most: a block's share, in steps, up to `width`.
+
+  The share is that of one block, were the work spread evenly over all blocks
+  that run at a time.
+
+  Args:
+    m: Rows of the result.
+    width: Entries that one row has at most.
+    rows_per_step: Entries of a step.
+    active: Entries that a row has on average.
+    sm_count: Streaming multiprocessors of the device.
+  """
   share = m * active / (_BLOCKS_PER_SM * sm_count)
   granule = max(rows_per_step, _LEAST_SLOTS)
-  slots = granule * max(1, math.ceil(share / granule))
-  return GatherConfig(
-    rows_per_step=rows_per_step, segment_length=min(width, slots)
-  )
+  return min(width, granule * max(1, math.ceil(share / granule)))
 
 
 def row_registers(k: int, rows_per_step: int, *, matrices: int) -> int:

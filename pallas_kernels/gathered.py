@@ -34,23 +34,21 @@ float32 parts, which a second kernel adds in order (split_rows.py). y0, if
 given, is added in float32, once, before the one rounding. Nothing depends on
 timing: the same inputs give the same bits.
 
-The gathered sddmm and the spmm of two matrices that a backward pass is made of
-are other bodies for `_call`, out of the same pieces.
+The frame around a step is that of segments_kernel.py, which also holds the
+products that a backward pass is made of: sddmm.py, spmm.py.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels import one_device, rows, split_rows, target
+from pallas_kernels import rows, segments_kernel, target
 from pallas_kernels.gather_config import GatherConfig
+from pallas_kernels.segments_kernel import Inputs, Outputs
 from pallas_kernels.work_list import Work
 
 
@@ -76,7 +74,7 @@ def gathered_up_down(
   values: Float32[Array, "slots"],
   work: Work,
   config: GatherConfig,
-  y0: BFloat16[Array, "m k"] | None = None,
+  y0: BFloat16[Array, "m k"] | Float32[Array, "m k"] | None = None,
   interpret: plgpu.InterpretGPUParams | None = None,
 ) -> UpDown:
   """y[m] = y0[m] + Σ h down[c] with h = (x[m] · up[c]) v, over m's entries.
@@ -100,24 +98,26 @@ def gathered_up_down(
   Raises:
     ValueError: A shape or dtype does not fit.
   """
-  _check_rows(x=x, up=up, down=down, y0=y0)
-  _check_same(up=up.shape, down=down.shape)
-  _check_same(width_of_x=x.shape[1], width_of_up=up.shape[1])
+  segments_kernel.check_rows(x=x, up=up, down=down)
+  segments_kernel.check_same(up=up.shape, down=down.shape)
+  segments_kernel.check_same(width_of_x=x.shape[1], width_of_up=up.shape[1])
+  segments_kernel.check_slots(columns, values=values)
+  segments_kernel.check_added(x.shape, y0=y0)
   m, k = x.shape
   interpret = interpret or target.interpret_params()
 
   def body(inputs, results, scratch):
-    segment = _this_segment(inputs.segments)
+    segment = segments_kernel.this_segment(inputs.segments)
     x_ref, up_ref, down_ref = inputs.matrices
+    (values_ref,) = inputs.values
     (l1_ref,) = results.more
 
-    def step(index, carry):
+    def step(index, slots, carry):
       total, l1 = carry
-      slots = _slots(segment, index, config)
       neurons = [inputs.columns[slot.place] for slot in slots]
       up_rows = [rows.load(up_ref.at[neuron], k) for neuron in neurons]
       down_rows = [rows.load(down_ref.at[neuron], k) for neuron in neurons]
-      values = [inputs.values[slot.place] for slot in slots]
+      values = [values_ref[slot.place] for slot in slots]
       token = rows.unpack(rows.load(x_ref.at[segment.row], k))
       dots = rows.sum_over_threads(
         scratch,
@@ -138,21 +138,25 @@ def gathered_up_down(
     @pl.when(segment.row >= 0)
     def _():
       start = rows.zeros(rows.row_shape(k), k), jnp.float32(0)
-      total, l1 = lax.fori_loop(0, _steps(segment, config), step, start)
+      total, l1 = segments_kernel.for_each_step(
+        step, start, segment=segment, config=config
+      )
       l1_ref[segment.entry] = l1
-      _write(total, segment, inputs.y0, results, k)
+      segments_kernel.write_rows((total,), segment, inputs.y0, results, k)
 
-  results = _call(
+  results = segments_kernel.call(
     body,
-    _Inputs((x, up, down), columns, values, work.segments, y0),
+    Inputs((x, up, down), columns, (values,), work.segments, (y0,)),
     work,
-    m=m,
-    more=(jax.ShapeDtypeStruct((work.segments.shape[0],), jnp.float32),),
+    Outputs(
+      m,
+      more=(jax.ShapeDtypeStruct((work.segments.shape[0],), jnp.float32),),
+    ),
     scratch=(rows.dot_scratch(config.rows_per_step),),
     name="gathered_up_down",
     interpret=interpret,
   )
-  return UpDown(results.y, *results.more)
+  return UpDown(*results.y, *results.more)
 
 
 def gathered_down(
@@ -163,7 +167,7 @@ def gathered_down(
   values: Float32[Array, "slots"],
   work: Work,
   config: GatherConfig,
-  y0: BFloat16[Array, "m k"] | None = None,
+  y0: BFloat16[Array, "m k"] | Float32[Array, "m k"] | None = None,
   interpret: plgpu.InterpretGPUParams | None = None,
 ) -> BFloat16[Array, "m k"]:
   """y[m] = y0[m] + Σ v down[c], over m's entries: a sparse matrix times down.
@@ -184,210 +188,39 @@ def gathered_down(
   Raises:
     ValueError: A shape or dtype does not fit.
   """
-  _check_rows(down=down, y0=y0)
+  segments_kernel.check_rows(down=down)
   k = down.shape[1]
+  segments_kernel.check_slots(columns, values=values)
+  segments_kernel.check_added((m, k), y0=y0)
   interpret = interpret or target.interpret_params()
 
   def body(inputs, results):
-    segment = _this_segment(inputs.segments)
+    segment = segments_kernel.this_segment(inputs.segments)
     (down_ref,) = inputs.matrices
+    (values_ref,) = inputs.values
 
-    def step(index, total):
-      slots = _slots(segment, index, config)
+    def step(_, slots, total):
       neurons = [inputs.columns[slot.place] for slot in slots]
       down_rows = [rows.load(down_ref.at[neuron], k) for neuron in neurons]
       for slot, words in zip(slots, down_rows):
-        weight = jnp.where(slot.used, inputs.values[slot.place], 0.0)
+        weight = jnp.where(slot.used, values_ref[slot.place], 0.0)
         total = rows.add_scaled(total, weight, words)
       return total
 
     @pl.when(segment.row >= 0)
     def _():
       start = rows.zeros(rows.row_shape(k), k)
-      total = lax.fori_loop(0, _steps(segment, config), step, start)
-      _write(total, segment, inputs.y0, results, k)
+      total = segments_kernel.for_each_step(
+        step, start, segment=segment, config=config
+      )
+      segments_kernel.write_rows((total,), segment, inputs.y0, results, k)
 
-  return _call(
+  (y,) = segments_kernel.call(
     body,
-    _Inputs((down,), columns, values, work.segments, y0),
+    Inputs((down,), columns, (values,), work.segments, (y0,)),
     work,
-    m=m,
+    Outputs(m),
     name="gathered_down",
     interpret=interpret,
   ).y
-
-
-class _Inputs(NamedTuple):
-  """Operands of a kernel, and inside it the references to them."""
-
-  matrices: tuple[Any, ...]
-  columns: Any
-  values: Any
-  segments: Any
-  y0: Any
-
-
-class _Results(NamedTuple):
-  """Results of a kernel, and inside it the references to them."""
-
-  y: Any
-  more: tuple[Any, ...]
-  parts: Any
-
-
-class _Segment(NamedTuple):
-  """A block's entry of the work list, as scalars."""
-
-  entry: Array
-  row: Array
-  start: Array
-  length: Array
-  part: Array
-
-
-class _Slot(NamedTuple):
-  """Where an entry is, and whether it counts or repeats the segment's last."""
-
-  place: Array
-  used: Array
-
-
-def _call(
-  body: Callable[..., None],
-  inputs: _Inputs,
-  work: Work,
-  *,
-  m: int,
-  name: str,
-  interpret: plgpu.InterpretGPUParams | None,
-  more: tuple[jax.ShapeDtypeStruct, ...] = (),
-  scratch: tuple[Any, ...] = (),
-) -> _Results:
-  """Runs a block for each segment, then adds up the parts of split rows."""
-  _check_slots(inputs.columns, inputs.values)
-  k = inputs.matrices[0].shape[1]
-  if inputs.y0 is not None:
-    _check_same(y0=inputs.y0.shape, y=(m, k))
-  words = inputs._replace(
-    matrices=tuple(map(rows.to_words, inputs.matrices)),
-    y0=None if inputs.y0 is None else rows.to_words(inputs.y0),
-  )
-  part_capacity = work.part_capacity
-  parts_type = split_rows.parts_type(part_capacity, k)
-
-  def run(words: _Inputs, splits: Array) -> tuple[Array, tuple[Array, ...]]:
-    (results,) = plgpu.kernel(
-      body,
-      out_type=(
-        _Results(
-          rows.words_type(m, k), more, parts_type if part_capacity else None
-        ),
-      ),
-      grid=work.segments.shape[:1],
-      grid_names=("segment",),
-      scratch_types=scratch,
-      # Where barriers are needed, rows.sum_over_threads has them.
-      compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-      kernel_name=name,
-      interpret=interpret,
-    )(words)
-    y_words = results.y
-    if part_capacity:
-      y_words = split_rows.add_parts(
-        y_words,
-        results.parts,
-        splits,
-        words.y0,
-        width=k,
-        interpret=interpret,
-      )
-    return y_words, results.more
-
-  if interpret is not None:
-    run = functools.partial(one_device.interpret_kernel, run)
-  y_words, more_results = run(words, work.split_rows)
-  return _Results(rows.from_words(y_words), more_results, None)
-
-
-def _this_segment(segments_ref: Any) -> _Segment:
-  entry = lax.axis_index("segment")
-  return _Segment(entry, *(segments_ref[entry, field] for field in range(4)))
-
-
-def _steps(segment: _Segment, config: GatherConfig) -> Array:
-  """Steps that a segment takes, the last one included that is not full."""
-  rows_per_step = config.rows_per_step
-  return (segment.length + rows_per_step - 1) // rows_per_step
-
-
-def _slots(segment: _Segment, step: Array, config: GatherConfig) -> list[_Slot]:
-  """The entries of a step; past the segment's end the last one repeats."""
-  slots = []
-  for offset in range(config.rows_per_step):
-    rank = step * config.rows_per_step + offset
-    place = segment.start + jnp.minimum(rank, segment.length - 1)
-    slots.append(_Slot(place, rank < segment.length))
-  return slots
-
-
-def _write(
-  total: rows.Halves,
-  segment: _Segment,
-  y0_ref: Any,
-  results: _Results,
-  width: int,
-) -> None:
-  """Writes the row that a segment makes up, or its part of one."""
-
-  def write_row():
-    whole = total
-    if y0_ref is not None:
-      words = rows.load(y0_ref.at[segment.row], width)
-      whole = rows.add(total, rows.unpack(words))
-    results.y[segment.row] = rows.pack(whole)
-
-  if results.parts is None:
-    write_row()
-    return
-  pl.when(segment.part < 0)(write_row)
-
-  @pl.when(segment.part >= 0)
-  def _():
-    for half, values in enumerate(total):
-      results.parts[segment.part, half] = values
-
-
-def _check_rows(**matrices: Array | None) -> None:
-  """bfloat16 matrices of rows that fit the registers; None is no matrix."""
-  for name, matrix in matrices.items():
-    if matrix is None:
-      continue
-    if matrix.ndim != 2 or matrix.dtype != jnp.bfloat16 or not matrix.shape[0]:
-      raise ValueError(
-        f"{name} is {matrix.dtype}{list(matrix.shape)} but must be a bfloat16"
-        " matrix of at least one row: cast or reshape it"
-      )
-    rows.check_width(matrix.shape[1])
-
-
-def _check_slots(columns: Array, values: Array) -> None:
-  for name, array, dtype in (
-    ("columns", columns, jnp.int32),
-    ("values", values, jnp.float32),
-  ):
-    if array.ndim != 1 or array.dtype != dtype or not array.size:
-      raise ValueError(
-        f"{name} is {array.dtype}{list(array.shape)} but must be a flat"
-        f" {jnp.dtype(dtype).name} array of at least one slot: cast or flatten"
-        " it"
-      )
-  _check_same(columns=columns.shape, values=values.shape)
-
-
-def _check_same(**sizes: Any) -> None:
-  """Two sizes, by name, that must be the same."""
-  (name, size), (other_name, other_size) = sizes.items()
-  if size != other_size:
-    raise ValueError(
-      f"{name}={size} and {other_name}={other_size} must be the same"
-    )
+  return y

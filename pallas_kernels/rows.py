@@ -25,6 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 # Threads of a warpgroup.
@@ -107,9 +108,44 @@ def from_words(
   return pairs.reshape(rows, -1)
 
 
-def words_type(rows: int, width: int) -> jax.ShapeDtypeStruct:
-  """The type of a matrix of results, as words."""
-  return jax.ShapeDtypeStruct((rows, *row_shape(width)), jnp.int32)
+def results_type(
+  rows: int, width: int, dtype: DTypeLike
+) -> jax.ShapeDtypeStruct:
+  """The type of a matrix of results, as a kernel writes it.
+
+  bfloat16 as words, int32 [rows, *row_shape]. float32 in halves, [rows, 2,
+  *row_shape], because a thread stores neighbours only.
+  """
+  if dtype == jnp.bfloat16:
+    return jax.ShapeDtypeStruct((rows, *row_shape(width)), jnp.int32)
+  if dtype == jnp.float32:
+    return jax.ShapeDtypeStruct((rows, 2, *row_shape(width)), jnp.float32)
+  raise ValueError(
+    f"dtype={jnp.dtype(dtype).name} of the result must be bfloat16 or float32"
+  )
+
+
+def from_results(
+  array: Int32[Array, "rows *row_shape"] | Float32[Array, "rows 2 *row_shape"],
+) -> Array:
+  """The matrix [rows, width] that a kernel has written.
+
+  XLA interleaves the halves of a float32 one inside whatever reads it.
+  """
+  if array.dtype == jnp.int32:
+    return from_words(array)
+  rows = array.shape[0]
+  halves = array.reshape(rows, 2, -1)
+  return jnp.stack([halves[:, 0], halves[:, 1]], axis=-1).reshape(rows, -1)
+
+
+def to_operand(matrix: Array) -> Array:
+  """A matrix of results, bfloat16 or float32, as `results_type` has it."""
+  if matrix.dtype == jnp.bfloat16:
+    return to_words(matrix)
+  rows, width = matrix.shape
+  pairs = matrix.reshape(rows, width // 2, 2)
+  return jnp.swapaxes(pairs, 1, 2).reshape(rows, 2, *row_shape(width))
 
 
 # The rest is called inside kernels.
@@ -139,6 +175,22 @@ def pack(values: Halves) -> Int32[Array, "*row_shape"]:
 
   even = lax.shift_right_logical(rounded(values.even), 16)
   return rounded(values.odd) | even
+
+
+def read(ref: Any, row: Array, width: int, *chunk: Array) -> Halves:
+  """Reads a row, or a chunk of one, of what is of `results_type`."""
+  if ref.dtype == jnp.int32:
+    return unpack(load(ref.at[(row, *chunk)], width))
+  return Halves(*(load(ref.at[(row, half, *chunk)], width) for half in (0, 1)))
+
+
+def write(ref: Any, row: Array, values: Halves, *chunk: Array) -> None:
+  """Writes a row, or a chunk of one, of results that are `results_type`."""
+  if ref.dtype == jnp.int32:
+    ref[(row, *chunk)] = pack(values)
+  else:
+    for half, array in enumerate(values):
+      ref[(row, half, *chunk)] = array
 
 
 def zeros(shape: tuple[int, ...], width: int) -> Halves:

@@ -21,26 +21,25 @@ _PARTS_PER_STEP = 8
 
 def parts_type(parts: int, width: int) -> jax.ShapeDtypeStruct:
   """The type of the partial results of `parts` segments."""
-  shape = (parts, 2, *rows.row_shape(width))
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
+  return rows.results_type(parts, width, jnp.float32)
 
 
 def add_parts(
-  y_words: Int32[Array, "rows *row_shape"],
+  y: Int32[Array, "rows *row_shape"] | Float32[Array, "rows 2 *row_shape"],
   parts: Float32[Array, "parts 2 *row_shape"],
   split_rows: Int32[Array, "split_rows 4"],
-  y0_words: Int32[Array, "rows *row_shape"] | None,
+  y0: Array | None,
   *,
   width: int,
   interpret: plgpu.InterpretGPUParams | None,
-) -> Int32[Array, "rows *row_shape"]:
+) -> Array:
   """y with the split rows written: the sums of their parts, and of y0.
 
   Args:
-    y_words: Results of the first pass, as words; their memory is reused.
+    y: Results of the first pass, as it writes them; their memory is reused.
     parts: What the first pass wrote.
     split_rows: (row, first part, parts, 0), as in `work_list.Work`.
-    y0_words: What to add to, as words.
+    y0: What to add to, as `rows.to_operand` makes it.
     width: Elements of a row.
     interpret: How to interpret, if at all.
   """
@@ -78,14 +77,13 @@ def add_parts(
       total = rows.zeros(chunk_shape, width)
       total = lax.fori_loop(0, steps, step, total)
       for y0_ref in y0_refs:
-        words = rows.load(y0_ref.at[row, chunk], width)
-        total = rows.add(total, rows.unpack(words))
-      y_ref[row, chunk] = rows.pack(total)
+        total = rows.add(total, rows.read(y0_ref, row, width, chunk))
+      rows.write(y_ref, row, total, chunk)
 
-  y_ref = jax.new_ref(in_chunks(y_words))
+  y_ref = jax.new_ref(in_chunks(y))
   operands = [in_chunks(parts), split_rows]
-  if y0_words is not None:
-    operands.append(in_chunks(y0_words))
+  if y0 is not None:
+    operands.append(in_chunks(y0))
   plgpu.kernel(
     body,
     out_type=(),
@@ -94,4 +92,4 @@ def add_parts(
     kernel_name="add_parts",
     interpret=interpret,
   )(*operands, y_ref)
-  return jax.freeze(y_ref).reshape(y_words.shape)
+  return jax.freeze(y_ref).reshape(y.shape)

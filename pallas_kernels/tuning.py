@@ -34,6 +34,7 @@ with this package: no kernel has been timed on a GPU yet.
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import re
@@ -188,9 +189,11 @@ def load(path: pathlib.Path, kind: str) -> tuple[Entry, ...]:
     text = path.read_text(encoding="utf-8")
   except FileNotFoundError:
     return ()
+  except (OSError, UnicodeDecodeError) as error:
+    raise _malformed(path, f"it cannot be read: {error}") from error
   try:
     table = json.loads(text)
-  except json.JSONDecodeError as error:
+  except (json.JSONDecodeError, RecursionError) as error:
     raise _malformed(path, f"it is not JSON: {error}") from error
   _check_keys(path, "the table", table, {"device", "kernels"})
   if table["device"] != kind:
@@ -293,7 +296,8 @@ def _read_entry(path: pathlib.Path, name: str, kernel: str, row: Any) -> Entry:
   measured = row["measured"]
   _check_keys(path, f"measured of {name}", measured, set(Measured._fields))
   for key in ("active_share", "median_ms", "default_median_ms"):
-    if type(measured[key]) not in (int, float) or not measured[key] >= 0:
+    is_number = type(measured[key]) in (int, float)
+    if not is_number or not 0 <= measured[key] < math.inf:
       raise _malformed(
         path, f"{key}={measured[key]!r} of {name} is not a number of at least 0"
       )
@@ -324,6 +328,6 @@ def _check_keys(
 
 def _malformed(path: pathlib.Path, what: str) -> ValueError:
   return ValueError(
-    f"tuned table {path}: {what}; correct or remove that, or write the table"
-    " again with python -m experiments.autotune"
+    f"tuned table {path}: {what}; correct that, or delete the file for the"
+    " default configs and to tune again with python -m experiments.autotune"
   )

@@ -58,7 +58,7 @@ class _Operands(NamedTuple):
   x: BFloat16[Array, "tokens d_model"] | None
   up: BFloat16[Array, "d_ff d_model"] | None
   down: BFloat16[Array, "d_ff d_model"]
-  y0: BFloat16[Array, "tokens d_model"] | None
+  y0: Float32[Array, "tokens d_model"] | None
 
 
 def _stage(case: _Case, sizes: plan.Sizes, seed: int) -> Stage:
@@ -83,7 +83,9 @@ def _check(case: _Case, width: int, seed: int) -> dict[str, Any]:
     x=normal("x", tokens, d_model) if is_gated else None,
     up=normal("up", d_ff, d_model) if is_gated else None,
     down=normal("down", d_ff, d_model),
-    y0=normal("y0", tokens, d_model) if case.has_y0 else None,
+    y0=normal("y0", tokens, d_model).astype(jnp.float32)
+    if case.has_y0
+    else None,
   )
   twice = run_twice(_kernel(case.segments), operands, entries)
   errors = _errors(twice.result, operands, entries)

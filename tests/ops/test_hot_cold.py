@@ -247,6 +247,7 @@ def test_order_of_scanned_layers_and_of_moments():
     ([(6, 2)], (1, 1, 6), 1, r"shape \(1, 1, 6\) but must be"),
     ([(6, 2)], (6,), 4, "shards = 4 must divide d_ff = 6: give the size"),
     ([(6, 2)], (6,), 0, "shards = 0 must divide d_ff = 6"),
+    ([(6, 2)], (6,), 2.0, "shards = 2.0 must divide d_ff = 6"),
     ([(6, 2), (2, 6)], (6,), 1, r"\[1\] has shape \(2, 6\) but rates \(6,\)"),
     ([(6, 2)], (2, 6), 1, r"shape \(6, 2\) but rates \(2, 6\), which must"),
     ([()], (6,), 1, r"has shape \(\) .* arrays of the feed-forward layer only"),
@@ -361,8 +362,10 @@ def test_costs():
     ([0.1, 3.0], {}, "rates reach from 0.1 to 3.0 .* divide `fired`"),
     ([0.1, -0.5], {}, "rates reach from -0.5 to 0.1 but must be shares"),
     ([0.1, np.nan], {}, "rates reach from nan to nan"),
-    ([0.1], {"break_even": 0.0}, "break_even = 0.0 must be above 0"),
-    ([0.1], {"granule": 0}, "granule = 0 must be at least 1"),
+    ([0.1], {"break_even": 0.0}, "break_even = 0.0 must be finite and above"),
+    ([0.1], {"break_even": np.inf}, "break_even = inf must be finite"),
+    ([0.1], {"granule": 0}, "granule = 0 must be an int of at least 1"),
+    ([0.1], {"granule": 1.5}, "granule = 1.5 must be an int"),
   ],
 )
 def test_refuses_to_choose(rates, options, message):

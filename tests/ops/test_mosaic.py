@@ -18,9 +18,12 @@ from tests.helpers.kernels import (
   lower_for_cuda,
   no_races,
 )
-from tests.ops.dense_layer import ACTIVITIES, make_case, oracle
-from tests.ops.exactness import assert_no_less_exact_than_dense
-from tests.ops.settings import Setting, results, results_of
+from tests.ops.dense_layer import ACTIVITIES, Case, make_case, oracle
+from tests.ops.exactness import (
+  assert_no_less_exact_than_dense,
+  assert_no_worse,
+)
+from tests.ops.settings import Setting, results, results_of, results_of_plain
 from twell_jax.formats import TwellMatrix
 from twell_jax.ops import (
   gate_pack,
@@ -66,6 +69,31 @@ def test_no_less_exact_than_dense(gated, hot_share, rng):
     cases = [case.without_up() for case in cases]
   setting = Setting("mosaic", hot_share=hot_share)
   assert_no_less_exact_than_dense(cases, setting, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("cold", [16, 160])
+@pytest.mark.usefixtures("whole_rows")
+def test_cold_neurons_that_cancel_the_hot_ones(cold, gated, rng):
+  """So that the rounding of either sum would be much of what remains.
+
+  160 active neurons are more than an ELL row has.
+  """
+  hot, tokens, d_model = 896, 3, 256
+  d_ff = hot + cold
+  x = np.ones((tokens, d_model))
+  x[:, 1:] = rng.normal(size=(tokens, d_model - 1)) / 10
+  gate = np.zeros((d_ff, d_model))
+  gate[:, 0] = 1
+  gate[:, 1:] = rng.normal(size=(d_ff, d_model - 1)) / 50
+  down = 1 + rng.normal(size=(d_ff, d_model)) / 10
+  down[hot:] *= -hot / cold
+  up = gate if gated else None
+  case = Case(x, gate, up, down, np.ones_like(x)).as_dtype(jnp.bfloat16)
+  y, activity = jax.jit(op_for(hot))(*case[:4])
+  assert activity.overflowed == (tokens if cold == 160 else 0)
+  exact, dense = oracle(case).y, results_of_plain(case).y
+  assert_no_worse("y", [(exact, y, dense)], jnp.bfloat16)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -313,6 +341,12 @@ def test_refuses_what_it_cannot_do():
       op(jnp.ones((8, 4)))
     with pytest.raises(NotImplementedError, match=r"'cpu'.*'xla'"):
       op(jnp.ones((8, 4), jnp.bfloat16))
+
+
+def test_refuses_rows_that_are_too_wide():
+  x = jnp.ones((1, 8193), jnp.bfloat16)
+  with pytest.raises(NotImplementedError, match=r"8192 .* 8193: use .*'xla'"):
+    sparse_ffn(x, x, x, x, implementation="mosaic")
 
 
 def shapes(tokens, d_model, d_ff):

@@ -180,6 +180,7 @@ def test_a_non_finite_token_on_a_mesh(rng):
   ("tokens", "d_ff", "options", "message"),
   [
     ((8,), 8, {"token_axes": ("rows",)}, "no axis 'rows' in the mesh, which"),
+    ((8,), 8, {"token_axes": "data"}, r"must be a tuple .* write \('data',\)"),
     ((8,), 8, {"neuron_axis": "model"}, "'model' .* name its axes in"),
     ((7, 8), 8, {}, r"x.shape\[0\] = 7 must be divisible by 2"),
     ((8,), 7, {}, "d_ff = 7 must be divisible by 2"),

@@ -295,6 +295,10 @@ VARIANTS = [
   ((16384, 2048, 5632), GatePackConfig(tile_width=128, slots=16)),
   ((16384, 2048, 5632), GatePackConfig(tile_width=64, slots=8)),
   ((16384, 2048, 5632), GatePackConfig(tile_k=128, stages=2, skew=1)),
+  # A few tokens in tiles of several TwELL tiles.
+  ((1, 2048, 5632), GatePackConfig(tile_n=128, tile_width=64, slots=8)),
+  ((24, 2048, 5760), GatePackConfig(tile_n=192, tile_width=64, slots=8)),
+  ((1, 4096, 14336), default_config(1, 14336, 4096, tile_width=64, slots=8)),
 ]
 
 
@@ -315,8 +319,8 @@ def test_compiles(shape, config):
   (kernel,) = compiled.kernels
   assert kernel.name.startswith("gate_pack")
   assert kernel.spill_bytes == kernel.stack_bytes == 0
-  # C7519, an arrive that ptxas adds, costs nothing; that wgmmas are serialised
-  # would be another remark.
+  # C7519 is an arrive that ptxas adds; that wgmmas are serialised would be
+  # another remark.
   assert all("C7519" in note for note in kernel.notes)
   assert "cp.async.bulk.tensor" in kernel.ptx
   assert ("multicast" in kernel.ptx) == (config.cluster == 2)

@@ -199,17 +199,20 @@ def test_many_parts_are_added_in_order(matrices):
 
 @BOTH
 @pytest.mark.parametrize("length", [WIDTH, 1], ids=["whole", "split"])
-def test_y0_is_rounded_with_the_sum(matrices, length):
-  # 256 + 1 + 2⁻⁹ rounds to 258. Were the sum rounded before, 257 would be a tie
-  # that goes to 256, and so would it were the terms added one by one.
+@pytest.mark.parametrize(
+  ("y0", "first"), [(jnp.bfloat16(256), 1), (jnp.float32(257), 0)]
+)
+def test_y0_is_rounded_with_the_sum(matrices, length, y0, first):
+  # 257 + 2⁻⁹ rounds to 258. Were a part of it rounded before, 257 would be a
+  # tie that goes to 256, and so would it were the terms added one by one.
   case = make_case([4], 256)
   ones = jnp.ones_like(case.up)
-  values = jnp.zeros((1, WIDTH)).at[0, 0].set(1).at[0, 1].set(2.0**-9)
+  values = jnp.zeros((1, WIDTH)).at[0, :2].set(jnp.array([first, 2.0**-9]))
   case = case._replace(
     x=jnp.zeros_like(case.x).at[:, 0].set(1),
     up=ones,
     down=ones,
-    y0=jnp.full_like(case.y0, 256),
+    y0=jnp.full(case.y0.shape, y0),
     values=values,
   )
   config = GatherConfig(rows_per_step=4, segment_length=length)
@@ -352,7 +355,11 @@ def call(matrices, given):
       jnp.zeros((3, 256), jnp.bfloat16),
       r"y0=\(3, 256\) and y=\(2, 256\)",
     ),
-    ("y0", jnp.zeros((2, 256), jnp.float32), "y0 is float32"),
+    (
+      "y0",
+      jnp.zeros((2, 256), jnp.float16),
+      "y0 is float16 but must be bfloat16 or",
+    ),
     ("columns", jnp.zeros(32, jnp.uint32), r"columns is uint32\[32\] but must"),
     ("values", jnp.zeros(32, jnp.bfloat16), "flat float32 array"),
     ("values", jnp.zeros((2, 16), jnp.float32), "flatten it"),
@@ -424,7 +431,8 @@ def program(m, k, n, *, matrices, with_y0, length=None):
     "down": typed(n, k),
   }
   if with_y0:
-    given["y0"] = typed(m, k)
+    # What takes more registers.
+    given["y0"] = jax.ShapeDtypeStruct((m, k), jnp.float32)
   if matrices == 2:
     given |= {"x": typed(m, k), "up": typed(n, k)}
 
@@ -472,8 +480,10 @@ def check_compiled(compiled, program_, k, matrices):
   assert loads >= chunks * (
     matrices * config.rows_per_step + (1 if matrices == 2 else 0)
   )
-  # Nothing is copied: neither weights nor results, only parts are stored.
-  stored = program_.parts * k * 4
+  # Neither weights nor results are copied. Parts are stored, and the halves of
+  # a float32 y0.
+  y0 = program_.arguments[0].get("y0")
+  stored = program_.parts * k * 4 + (0 if y0 is None else y0.size * 4)
   memory = compiled.executable.memory_analysis()
   assert memory.temp_size_in_bytes <= stored + 2**20
 

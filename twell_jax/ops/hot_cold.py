@@ -24,6 +24,7 @@ At few tokens, as in decoding, a dense product waits for memory and
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,7 @@ def rate_order(
 
   Args:
     rates: How often each neuron fires, on any scale; one layer or a stack.
+      NaN counts as the highest.
     shards: Slices of equal size in which the neurons will lie. Each gets every
       `shards`-th neuron of the sorted ones.
 
@@ -59,7 +61,7 @@ def rate_order(
       f"rates have shape {rates.shape} but must be [d_ff] or [layers, d_ff]"
     )
   d_ff = rates.shape[-1]
-  if shards < 1 or d_ff % shards:
+  if not isinstance(shards, int) or shards < 1 or d_ff % shards:
     raise ValueError(
       f"shards = {shards} must divide d_ff = {d_ff}: give the size of the"
       " mesh axis over which the neurons are split"
@@ -224,10 +226,10 @@ def choose_hot_neurons(
       f"rates reach from {rates.min()} to {rates.max()} but must be shares of"
       " the tokens, from 0 to 1: divide `fired` by their number"
     )
-  if not break_even > 0:
-    raise ValueError(f"break_even = {break_even} must be above 0")
-  if granule < 1:
-    raise ValueError(f"granule = {granule} must be at least 1")
+  if not 0 < break_even < math.inf:
+    raise ValueError(f"break_even = {break_even} must be finite and above 0")
+  if not isinstance(granule, int) or granule < 1:
+    raise ValueError(f"granule = {granule} must be an int of at least 1")
   d_ff = rates.shape[-1]
   by_rate = -np.sort(-rates, axis=-1)
   cumulated = np.cumsum(by_rate.reshape(-1, d_ff).sum(axis=0))

@@ -61,6 +61,11 @@ def forward(
 ) -> FFNOutput:
   """The layer and its activity; see ffn.py."""
   check_dtype(x)
+  if x.shape[1] > rows.MAX_WIDTH:
+    raise NotImplementedError(
+      f"the Mosaic kernels hold rows of up to {rows.MAX_WIDTH} numbers and"
+      f" d_model is {x.shape[1]}: use implementation='xla'"
+    )
   device = target.device_of(x)
   tokens, d_ff = x.shape[0], gate.shape[0]
   if hot_neurons == d_ff:
@@ -123,7 +128,7 @@ def backward(
 
 
 class _Hot(NamedTuple):
-  """What the hot neurons give: their y, the sum of |h|, who fired."""
+  """What the hot neurons give: y not rounded, the sum of |h|, who fired."""
 
   y: Float[Array, "tokens d_model"]
   l1: Float[Array, ""]
@@ -152,7 +157,7 @@ def _hot_part(
   part = dense_part.forward(x, z, None if up is None else up[hot], down[hot])
   active = is_active(z)
   return _Hot(
-    y=part.y.astype(x.dtype),
+    y=part.y,
     l1=part.l1,
     active=jnp.sum(active, axis=1, dtype=jnp.int32),
     fired=jnp.sum(active, axis=0, dtype=jnp.int32),
@@ -250,7 +255,7 @@ def _with_overflowed(
     cold_rows = slice(hot_neurons, None)
     up_rows = None if up is None else up[cold_rows]
     part = dense_part.forward(x_rows, z, up_rows, down[cold_rows])
-    y = part.y if hot is None else part.y + take(hot.y).astype(part.y.dtype)
+    y = part.y if hot is None else part.y + take(hot.y)
     active = is_active(z).astype(jnp.int32)
 
     def put(array, values):

@@ -65,6 +65,10 @@ def sharded_sparse_ffn(
       f"x has shape {x.shape} but must have a first axis to split over"
       f" {token_axes}: [batch, ..., d_model]"
     )
+  if isinstance(token_axes, str):
+    raise ValueError(
+      f"{token_axes=} must be a tuple of mesh axes: write ({token_axes!r},)"
+    )
   sizes = dict(mesh.shape)
   for axis in (*token_axes, neuron_axis):
     if axis not in sizes:
