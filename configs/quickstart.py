@@ -32,7 +32,11 @@ def get_config() -> ConfigDict:
   config.model.init_std = 0.02  # of every matrix
   config.model.dtype = "float32"  # of the computation
   config.model.param_dtype = "float32"
-  config.model.remat = "none"  # "layer" recomputes layers when going back
+  # What going back computes again: "none", "matmuls" (all but products with
+  # weights), "attention" (its products too), "layer" (everything)
+  config.model.remat = "none"
+  config.model.cross_entropy = "full"  # "chunked" never holds all logits
+  config.model.cross_entropy_chunk = 2048  # tokens of a device with logits
   config.model.implementation = ""  # of the sparse layer; "" is the platform's
 
   config.data = ConfigDict()

@@ -41,7 +41,12 @@ def test_head_dim_follows_d_model_unless_given():
     ({"num_layers": -1}, "num_layers = -1 must be positive"),
     ({"norm_eps": 0.0}, "norm_eps = 0.0 must be positive"),
     ({"activation": "gelu"}, "activation = 'gelu' is unknown.*relu, silu"),
-    ({"remat": "all"}, "remat = 'all' is unknown.*none, layer"),
+    ({"remat": "all"}, "remat = 'all' is unknown.*none, matmuls, attention,"),
+    (
+      {"cross_entropy": "some"},
+      "cross_entropy = 'some' is unknown.*full, chunked",
+    ),
+    ({"cross_entropy_chunk": 0}, "cross_entropy_chunk = 0 must be positive"),
     ({"dtype": "float8"}, "dtype = 'float8' is unknown.*bfloat16"),
     ({"param_dtype": "f32"}, "param_dtype = 'f32' is unknown"),
     ({"implementation": "cuda"}, "implementation = 'cuda' is unknown.*xla"),

@@ -1,3 +1,4 @@
+import collections
 from typing import Any
 
 import jax
@@ -70,19 +71,68 @@ def test_the_future_does_not_matter():
   assert np.all(np.abs(before[:, 5:] - after[:, 5:]).max(-1) > 1e-4)
 
 
-def test_remat_changes_no_gradient():
-  def gradient(remat):
-    def loss(model):
-      output = model(tokens())
-      return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
+LAYERS: dict[str, dict[str, Any]] = {
+  "reference": {},
+  "xla": {"implementation": "xla"},
+  "silu": {"activation": "silu", "implementation": None},
+}
 
-    return nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(build(tiny(remat=remat))))
 
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
-    gradient("none"),
-    gradient("layer"),
-  )
+def objective(graphdef):
+  """A function of the parameters to which all layers and tokens contribute."""
+
+  def of_params(params):
+    output = nnx.merge(graphdef, params)(tokens())
+    return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
+
+  return of_params
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_remat_changes_no_gradient(layer, monkeypatch):
+  # The xla implementation would choose dense products for so small a model.
+  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
+
+  def value_and_gradient(remat):
+    graphdef, params = nnx.split(build(tiny(**LAYERS[layer], remat=remat)))
+    return jax.jit(jax.value_and_grad(objective(graphdef)))(params)
+
+  expected = value_and_gradient("none")
+  for remat in ("matmuls", "attention", "layer"):
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+      expected,
+      value_and_gradient(remat),
+    )
+
+
+@pytest.mark.parametrize("layer", ["reference", "silu"])
+def test_what_each_policy_keeps(layer):
+  """In a block, and no more than the module's docstring says."""
+
+  def kept(remat):
+    config = tiny(**LAYERS[layer], remat=remat)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: build(config)))
+    backward = jax.eval_shape(
+      lambda params: jax.vjp(objective(graphdef), params)[1], params
+    )
+    sizes = collections.Counter(
+      leaf.size // 3
+      for leaf in jax.tree.leaves(backward)
+      if leaf.shape[:1] == (3,)
+    )
+    # Parameters that the backward pass multiplies by are among them.
+    return {size: n for size, n in sizes.items() if size % 18 == 0}
+
+  # Numbers of 18 tokens; the parameters of a layer are no multiple of 18.
+  x, key_or_value, neurons = 18 * 16, 18 * 8, 18 * 24
+  assert kept("layer") == {x: 1}
+  assert kept("attention") == {x: 1, neurons: 2}
+  # The block's input, q and attention's output; k and v.
+  assert kept("matmuls") == {x: 3, key_or_value: 2, neurons: 2}
+  everything = kept("none")
+  assert all(everything[size] >= n for size, n in kept("matmuls").items())
+  assert sum(everything.values()) > 8
 
 
 def test_hot_neurons_reach_every_layer(monkeypatch):
@@ -104,6 +154,17 @@ def test_hot_neurons_reach_every_layer(monkeypatch):
     gradient(implementation="xla", hot_neurons=7, remat="layer"),
     gradient(),
   )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "head"])
+def test_logits_are_the_product_with_the_output_matrix(tied):
+  model = build(tiny(tie_embeddings=tied))
+  states = model.hidden_states(tokens())
+  logits, activity = model(tokens())
+  matrix = model.output_matrix[...]
+  assert matrix.shape == (13, 16)
+  np.testing.assert_allclose(states.hidden @ matrix.T, logits, rtol=1e-4)
+  np.testing.assert_array_equal(states.activity.active, activity.active)
 
 
 def test_layers_are_stacked_and_differ():

@@ -1,6 +1,4 @@
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from twell_jax.training import (
@@ -8,7 +6,6 @@ from twell_jax.training import (
   coefficient_from_published,
   l1_schedule,
 )
-from twell_jax.training.objective import cross_entropy
 
 
 def values(options, steps):
@@ -38,14 +35,6 @@ def test_negative_options_are_refused(name):
 def test_published_coefficient():
   ours = coefficient_from_published(2e-5, accumulation_steps=8, world_size=8)
   assert ours == pytest.approx(1.28e-3)
-
-
-def test_cross_entropy_counts_weights():
-  logits = jnp.log(jnp.array([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]]))
-  targets, weights = jnp.array([[1, 0]]), jnp.array([[2.0, 0.0]])
-  entropy = cross_entropy(logits, targets, weights)
-  np.testing.assert_allclose(entropy.total, 2 * np.log(4), rtol=1e-6)
-  assert entropy.weight == 2
 
 
 def test_a_coefficient_that_is_no_number_is_refused():

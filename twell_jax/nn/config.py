@@ -7,7 +7,8 @@ from typing import Any, Literal
 from twell_jax.ops import IMPLEMENTATIONS, ffn
 
 ACTIVATIONS = ("relu", "silu")
-REMAT_POLICIES = ("none", "layer")
+REMAT_POLICIES = ("none", "matmuls", "attention", "layer")
+CROSS_ENTROPIES = ("full", "chunked")
 DTYPES = ("float32", "bfloat16", "float16")
 
 PaperSize = Literal["0p5b", "1b", "1p5b", "2b"]
@@ -36,8 +37,15 @@ class TransformerConfig:
     init_std: Standard deviation of every initial weight matrix.
     dtype: Name of the dtype of the computation.
     param_dtype: Name of the dtype of the parameters.
-    remat: "layer" keeps each block's input only and recomputes the rest in the
-      backward pass; "none" keeps what autodiff asks for.
+    remat: What the backward pass computes again instead of keeping it. "none":
+      nothing, autodiff keeps what it asks for. "matmuls": all but the products
+      with the weights, so norms, rotary positions and softmax. "attention":
+      also the products of attention, so that of a block only its input and its
+      FFN's z and u are kept. "layer": everything, only each block's input is
+      kept.
+    cross_entropy: How training computes the loss: "full" from the logits of all
+      tokens, "chunked" without ever holding them.
+    cross_entropy_chunk: How many tokens of a device have logits at a time.
     implementation: How the sparse layer is computed: one of
       `twell_jax.ops.IMPLEMENTATIONS`, or None for the platform's choice.
     hot_neurons: First neurons of every layer that are computed for all tokens;
@@ -61,6 +69,8 @@ class TransformerConfig:
   dtype: str = "float32"
   param_dtype: str = "float32"
   remat: str = "none"
+  cross_entropy: str = "full"
+  cross_entropy_chunk: int = 2048
   implementation: str | None = None
   hot_neurons: int = 0
 
@@ -75,6 +85,7 @@ class TransformerConfig:
       "rope_theta",
       "norm_eps",
       "init_std",
+      "cross_entropy_chunk",
     ):
       _check_positive(name, getattr(self, name))
     if self.head_dim is not None:
@@ -96,6 +107,7 @@ class TransformerConfig:
       )
     check_choice("activation", self.activation, ACTIVATIONS)
     check_choice("remat", self.remat, REMAT_POLICIES)
+    check_choice("cross_entropy", self.cross_entropy, CROSS_ENTROPIES)
     check_choice("dtype", self.dtype, DTYPES)
     check_choice("param_dtype", self.param_dtype, DTYPES)
     check_implementation(self.implementation, activation=self.activation)

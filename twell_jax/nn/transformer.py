@@ -2,12 +2,25 @@
 
 The blocks are one module whose parameters are stacked along a leading axis
 "layers", run by a scan: compile time does not grow with depth.
+
+What the scan keeps of a block for the backward pass is decided by a policy (the
+names are those of `TransformerConfig.remat`). With all but "none" it is the
+block's input, and of the products in the block
+
+    matmuls     q, k, v, attention's output, the FFN's z and u
+    attention   the FFN's z and u
+    layer       none
+
+Nothing else is kept, in particular no weight in the form in which it is used:
+gathered from the mesh, in the dtype of the computation.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int
 
 from twell_jax.nn.attention import Attention
@@ -35,6 +48,18 @@ class LMOutput(NamedTuple):
   """
 
   logits: Float[Array, "batch seq vocab"]
+  activity: Activity
+
+
+class HiddenStates(NamedTuple):
+  """What the model computes before its output matrix.
+
+  Attributes:
+    hidden: The normalised residual stream, in the dtype of the computation.
+    activity: As in `LMOutput`.
+  """
+
+  hidden: Float[Array, "batch seq d_model"]
   activity: Activity
 
 
@@ -141,25 +166,41 @@ class TransformerLM(nnx.Module):
     Returns:
       Logits for the token after each position, and per-layer activity.
     """
-    dtype = jnp.dtype(self.config.dtype)
+    hidden, activity = self.hidden_states(tokens, positions=positions)
+    matrix = self._use_weight(self.output_matrix)
+    logits = jnp.einsum(
+      "bsd,vd->bsv", hidden, matrix, preferred_element_type=jnp.float32
+    )
+    logits = constrain(logits, ("batch", None, "vocab"), self.partitioning)
+    return LMOutput(logits, activity)
+
+  def hidden_states(
+    self,
+    tokens: Int[Array, "batch seq"],
+    *,
+    positions: Int[Array, "#batch seq"] | None = None,
+  ) -> HiddenStates:
+    """What `output_matrix` makes logits of; the arguments are the model's."""
     if positions is None:
       positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    embedding = use_weight(
-      self.embedding, dtype=dtype, partitioning=self.partitioning
-    )
+    embedding = self._use_weight(self.embedding)
     # "fill" writes NaN for an id outside the table instead of clamping it.
     x = jnp.take(embedding, tokens, axis=0, mode="fill")
     x, activity = self._run_layers(x, positions)
     x = self.final_norm(constrain(x, ("batch", None, None), self.partitioning))
-    if self.head is not None:
-      embedding = use_weight(
-        self.head, dtype=dtype, partitioning=self.partitioning
-      )
-    logits = jnp.einsum(
-      "bsd,vd->bsv", x, embedding, preferred_element_type=jnp.float32
+    return HiddenStates(x, activity)
+
+  @property
+  def output_matrix(self) -> nnx.Param:
+    """A row [d_model] for each token: the head, or the embedding if tied."""
+    return self.embedding if self.head is None else self.head
+
+  def _use_weight(self, param: nnx.Param) -> Array:
+    return use_weight(
+      param,
+      dtype=jnp.dtype(self.config.dtype),
+      partitioning=self.partitioning,
     )
-    logits = constrain(logits, ("batch", None, "vocab"), self.partitioning)
-    return LMOutput(logits, activity)
 
   def _run_layers(
     self,
@@ -170,9 +211,10 @@ class TransformerLM(nnx.Module):
       output = block(x, positions=positions)
       return output.y, output.activity
 
-    if self.config.remat == "layer":
+    if self.config.remat != "none":
       # The scan already keeps XLA from merging the two computations.
-      run = nnx.remat(run, prevent_cse=False)
+      policy = _POLICIES[self.config.remat]
+      run = nnx.remat(run, prevent_cse=False, policy=policy)
     scan = nnx.scan(
       run,
       in_axes=(0, nnx.Carry, None),
@@ -198,3 +240,23 @@ def _norm(config: TransformerConfig) -> RMSNorm:
     dtype=jnp.dtype(config.dtype),
     param_dtype=jnp.dtype(config.param_dtype),
   )
+
+
+def _is_ffn_product(
+  primitive: Primitive, *operands: Any, **params: Any
+) -> bool:
+  """Whether it multiplies by a matrix of neurons.
+
+  These are [d_ff, d_model]; the weights of attention have an axis of heads.
+  """
+  products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  return products(primitive, *operands, **params) and any(
+    operand.ndim == 2 for operand in operands
+  )
+
+
+_POLICIES = {
+  "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "attention": _is_ffn_product,
+  "layer": jax.checkpoint_policies.nothing_saveable,
+}

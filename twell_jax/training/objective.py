@@ -6,15 +6,12 @@
 Both terms are normalised once over the tokens of a step, so that neither
 depends on how the step is cut into micro-batches or spread over devices. The
 published code (arXiv 2603.23198) normalises only the first so: see
-`coefficient_from_published`.
+`coefficient_from_published`. The first term is computed in cross_entropy.py.
 """
 
 import dataclasses
-from typing import NamedTuple
 
-import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,20 +66,3 @@ def coefficient_from_published(
     The coefficient of this module's formula with the same gradient.
   """
   return value * accumulation_steps * world_size
-
-
-class CrossEntropy(NamedTuple):
-  """Weighted sums from which a mean over any number of batches is made."""
-
-  total: Float[Array, ""]
-  weight: Float[Array, ""]
-
-
-def cross_entropy(
-  logits: Float[Array, "batch seq vocab"],
-  targets: Int[Array, "batch seq"],
-  weights: Float[Array, "batch seq"],
-) -> CrossEntropy:
-  """Sum over targets of weight · CE in nats, and the sum of the weights."""
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-  return CrossEntropy(jnp.sum(losses * weights), jnp.sum(weights))

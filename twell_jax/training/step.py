@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int32, PyTree
 
-from twell_jax.training.objective import CrossEntropy, cross_entropy
+from twell_jax.training.cross_entropy import CrossEntropy, model_cross_entropy
 from twell_jax.training.sharding import batch_sharding, replicated
 from twell_jax.training.state import Model, TrainState, abstract_state
 
@@ -106,9 +106,7 @@ def make_train_step(
   def objective(
     params: PyTree, micro: Batch, weight_sum: Array, coefficient: Array
   ) -> tuple[Array, _Share]:
-    output = model.bind(params)(micro["inputs"])
-    entropy = cross_entropy(output.logits, micro["targets"], micro["weights"])
-    activity = output.activity
+    entropy, activity = model_cross_entropy(model.bind(params), micro)
     share = _Share(
       cross_entropy=entropy.total / weight_sum,
       l1=activity.l1 / accumulation_steps,
@@ -185,12 +183,10 @@ def make_eval_step(model: Model) -> EvalStep:
   """Compiles the evaluation of one batch: a function of params and batch."""
 
   def eval_step(params: PyTree, batch: Batch) -> EvalStatistics:
-    output = model.bind(params)(batch["inputs"])
+    entropy, activity = model_cross_entropy(model.bind(params), batch)
     return EvalStatistics(
-      cross_entropy=cross_entropy(
-        output.logits, batch["targets"], batch["weights"]
-      ),
-      active=jnp.sum(output.activity.active, (1, 2), dtype=jnp.float32),
+      cross_entropy=entropy,
+      active=jnp.sum(activity.active, (1, 2), dtype=jnp.float32),
       tokens=jnp.float32(batch["inputs"].size),
     )
 
