@@ -34,8 +34,8 @@ float32 parts, which a second kernel adds in order (split_rows.py). y0, if
 given, is added in float32, once, before the one rounding. Nothing depends on
 timing: the same inputs give the same bits.
 
-The frame around a step is that of segments_kernel.py, which also holds the
-products that a backward pass is made of: sddmm.py, spmm.py.
+The frame around a step is in segments_kernel.py. The products that a backward
+pass is made of, sddmm.py and spmm.py, are other steps in it.
 """
 
 from typing import NamedTuple

@@ -209,7 +209,9 @@ def check_kernels(
   compiled: aot.Compiled, names: list[str], max_registers: int = MAX_REGISTERS
 ) -> None:
   """The kernels' names, and that they leave room for four blocks an SM."""
-  assert [kernel.name for kernel in compiled.kernels] == names
+  # From jax 0.12 on, a kernel that runs twice is compiled once.
+  found = dict.fromkeys(kernel.name for kernel in compiled.kernels)
+  assert list(found) == list(dict.fromkeys(names))
   for kernel in compiled.kernels:
     assert kernel.registers <= max_registers
     assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)

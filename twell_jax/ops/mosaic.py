@@ -128,9 +128,13 @@ def backward(
 
 
 class _Hot(NamedTuple):
-  """What the hot neurons give: y not rounded, the sum of |h|, who fired."""
+  """What the hot neurons give: y not rounded, the sum of |h|, who fired.
 
-  y: Float[Array, "tokens d_model"]
+  y has the even elements of a padded row first, then the odd ones, as the
+  gathered kernels read a float32 y0: no copy of it is made.
+  """
+
+  halves: Float[Array, "tokens 2 half"]
   l1: Float[Array, ""]
   active: Int32[Array, "tokens"]
   fired: Int32[Array, "hot"]
@@ -154,10 +158,12 @@ def _hot_part(
 ) -> _Hot:
   hot = slice(hot_neurons)
   z = reference.per_neuron(x, gate[hot])
-  part = dense_part.forward(x, z, None if up is None else up[hot], down[hot])
+  padded = _pad_rows(down[hot])
+  halves = jnp.concatenate([padded[:, 0::2], padded[:, 1::2]], axis=1)
+  part = dense_part.forward(x, z, None if up is None else up[hot], halves)
   active = is_active(z)
   return _Hot(
-    y=part.y,
+    halves=part.y.reshape(x.shape[0], 2, -1),
     l1=part.l1,
     active=jnp.sum(active, axis=1, dtype=jnp.int32),
     fired=jnp.sum(active, axis=0, dtype=jnp.int32),
@@ -200,7 +206,7 @@ def _gathered(
     "columns": (ell.columns + hot_neurons).reshape(-1),
     "values": ell.values.astype(jnp.float32).reshape(-1),
     "work": work,
-    "y0": None if hot is None else _pad_rows(hot.y),
+    "y0": None if hot is None else _interleaved(hot.halves),
     "config": config,
     "interpret": target.interpret_params(),
   }
@@ -215,6 +221,12 @@ def _gathered(
   fired = jnp.zeros((ell.d_ff,), jnp.int32)
   fired = fired.at[jnp.where(used, ell.columns, ell.d_ff)].add(1, mode="drop")
   return _Cold(y[:, :d_model], l1, ell.counts, fired)
+
+
+def _interleaved(
+  halves: Float[Array, "rows 2 half"],
+) -> Float[Array, "rows padded"]:
+  return jnp.swapaxes(halves, 1, 2).reshape(halves.shape[0], -1)
 
 
 def _pad_rows(
@@ -255,7 +267,9 @@ def _with_overflowed(
     cold_rows = slice(hot_neurons, None)
     up_rows = None if up is None else up[cold_rows]
     part = dense_part.forward(x_rows, z, up_rows, down[cold_rows])
-    y = part.y if hot is None else part.y + take(hot.y)
+    y = part.y
+    if hot is not None:
+      y += _interleaved(take(hot.halves))[:, : x.shape[1]]
     active = is_active(z).astype(jnp.int32)
 
     def put(array, values):
