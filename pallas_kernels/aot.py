@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # Enough of an H200 SXM for XLA:GPU to compile for sm_90a.
@@ -167,7 +168,8 @@ def compile_for_h200(
   with tempfile.TemporaryDirectory() as folder:
     with _environment("MOSAIC_GPU_DUMP_TO", folder), _quiet():
       lowered = jax.jit(function).lower(*arguments)
-      executable = lowered.compile()
+      with no_persistent_cache():
+        executable = lowered.compile()
     # Names end in the number of the lowering.
     reports = sorted(
       pathlib.Path(folder).glob("*.ptxas"),
@@ -184,6 +186,27 @@ def compile_for_h200(
 # once, whatever program it is part of.
 _stats_by_hash: dict[str, KernelStats] = {}
 _KERNEL_HASH = re.compile(r'kernel_hash = "((?:[^"\\]|\\.)*)"')
+
+
+@contextlib.contextmanager
+def no_persistent_cache() -> Iterator[None]:
+  """Compiles without jax_compilation_cache_dir, if it is set.
+
+  JAX cannot read an executable for a device that is not there, and says so with
+  a warning for each.
+  """
+  directory = jax.config.jax_compilation_cache_dir
+  if directory is None:
+    yield
+    return
+  jax.config.update("jax_compilation_cache_dir", None)
+  # It remembers whether there is one.
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update("jax_compilation_cache_dir", directory)
+    compilation_cache.reset_cache()
 
 
 @contextlib.contextmanager

@@ -94,6 +94,24 @@ def test_reads_spills_and_notes(tmp_path):
   )
 
 
+def test_the_persistent_cache_is_left_out(tmp_path):
+  """A second compilation would read what JAX cannot read."""
+  options = {
+    "jax_compilation_cache_dir": str(tmp_path),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  }
+  previous = {name: getattr(jax.config, name) for name in options}
+  for name, value in options.items():
+    jax.config.update(name, value)
+  try:
+    for _ in range(2):
+      compile_for_h200(lambda x: double()(x) + 3, SHAPE)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+  finally:
+    for name, value in previous.items():
+      jax.config.update(name, value)
+
+
 def fails_loudly(x):
   os.write(2, b"what went wrong")
   raise TypeError(x)
