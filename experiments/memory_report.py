@@ -130,7 +130,7 @@ def measure(
       ("weights", jnp.float32),
     )
   }
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as folder, aot.no_persistent_cache():
     # Its declared type is that of what it computes.
     compiled = (
       cast(jax.stages.Wrapped, step)
