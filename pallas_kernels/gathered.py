@@ -46,7 +46,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels import rows, segments_kernel, target
+from pallas_kernels import rows, segments_kernel, spmm, target
 from pallas_kernels.gather_config import GatherConfig
 from pallas_kernels.segments_kernel import Inputs, Outputs
 from pallas_kernels.work_list import Work
@@ -189,38 +189,15 @@ def gathered_down(
     ValueError: A shape or dtype does not fit.
   """
   segments_kernel.check_rows(down=down)
-  k = down.shape[1]
   segments_kernel.check_slots(columns, values=values)
-  segments_kernel.check_added((m, k), y0=y0)
-  interpret = interpret or target.interpret_params()
-
-  def body(inputs, results):
-    segment = segments_kernel.this_segment(inputs.segments)
-    (down_ref,) = inputs.matrices
-    (values_ref,) = inputs.values
-
-    def step(_, slots, total):
-      neurons = [inputs.columns[slot.place] for slot in slots]
-      down_rows = [rows.load(down_ref.at[neuron], k) for neuron in neurons]
-      for slot, words in zip(slots, down_rows):
-        weight = jnp.where(slot.used, values_ref[slot.place], 0.0)
-        total = rows.add_scaled(total, weight, words)
-      return total
-
-    @pl.when(segment.row >= 0)
-    def _():
-      start = rows.zeros(rows.row_shape(k), k)
-      total = segments_kernel.for_each_step(
-        step, start, segment=segment, config=config
-      )
-      segments_kernel.write_rows((total,), segment, inputs.y0, results, k)
-
-  (y,) = segments_kernel.call(
-    body,
+  segments_kernel.check_added((m, down.shape[1]), y0=y0)
+  (y,) = spmm.weighted_sums(
     Inputs((down,), columns, (values,), work.segments, (y0,)),
+    (spmm.Term(result=0, value=0, matrix=0),),
     work,
     Outputs(m),
+    config=config,
     name="gathered_down",
-    interpret=interpret,
-  ).y
+    interpret=interpret or target.interpret_params(),
+  )
   return y

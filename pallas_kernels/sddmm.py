@@ -36,7 +36,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels import rows, segments_kernel, target
 from pallas_kernels.gather_config import GatherConfig
-from pallas_kernels.segments_kernel import Inputs, Outputs
+from pallas_kernels.segments_kernel import Inputs, Outputs, Results
 from pallas_kernels.work_list import Work
 
 
@@ -68,39 +68,13 @@ def sddmm(
   segments_kernel.check_rows(a=a, b=b)
   segments_kernel.check_same(width_of_a=a.shape[1], width_of_b=b.shape[1])
   segments_kernel.check_slots(columns)
-  m, k = a.shape
-  interpret = interpret or target.interpret_params()
-
-  def body(inputs, results, scratch):
-    segment = segments_kernel.this_segment(inputs.segments)
-    a_ref, b_ref = inputs.matrices
-    (dots_ref,) = results.slots
-
-    def step(index, slots, _):
-      chosen = [inputs.columns[slot.place] for slot in slots]
-      b_rows = [rows.load(b_ref.at[column], k) for column in chosen]
-      a_row = rows.unpack(rows.load(a_ref.at[segment.row], k))
-      dots = rows.sum_over_threads(
-        scratch,
-        [rows.thread_dots(a_row, rows.unpack(words)) for words in b_rows],
-        index,
-        interpreted=interpret is not None,
-      )
-      for rank, slot in enumerate(slots):
-        dots_ref[slot.place] = dots[rank]
-
-    @pl.when(segment.row >= 0)
-    def _():
-      segments_kernel.for_each_step(step, None, segment=segment, config=config)
-
-  (dots,) = segments_kernel.call(
-    body,
+  (dots,) = _dots_and_sums(
     Inputs((a, b), columns, (), work.segments),
     work,
-    Outputs(m, y=0, slots=1),
-    scratch=(rows.dot_scratch(config.rows_per_step),),
+    Outputs(a.shape[0], y=0, slots=1),
+    config=config,
     name="sddmm",
-    interpret=interpret,
+    interpret=interpret or target.interpret_params(),
   ).slots
   return dots
 
@@ -152,16 +126,35 @@ def sddmm_spmm(
   segments_kernel.check_same(width_of_a=a.shape[1], width_of_b=b.shape[1])
   segments_kernel.check_slots(columns, values=values)
   segments_kernel.check_added(a.shape, y0=y0)
-  m, k = a.shape
-  interpret = interpret or target.interpret_params()
+  results = _dots_and_sums(
+    Inputs((a, b), columns, (values,), work.segments, (y0,)),
+    work,
+    Outputs(a.shape[0], dtype=dtype, slots=1),
+    config=config,
+    name="sddmm_spmm",
+    interpret=interpret or target.interpret_params(),
+  )
+  return DotsAndSum(*results.slots, *results.y)
+
+
+def _dots_and_sums(
+  inputs: Inputs,
+  work: Work,
+  outputs: Outputs,
+  *,
+  config: GatherConfig,
+  name: str,
+  interpret: plgpu.InterpretGPUParams | None,
+) -> Results:
+  """Dot products, and the sum with each of the values: none or one."""
+  k = inputs.matrices[0].shape[1]
 
   def body(inputs, results, scratch):
     segment = segments_kernel.this_segment(inputs.segments)
     a_ref, b_ref = inputs.matrices
-    (values_ref,) = inputs.values
     (dots_ref,) = results.slots
 
-    def step(index, slots, total):
+    def step(index, slots, totals):
       chosen = [inputs.columns[slot.place] for slot in slots]
       b_rows = [rows.load(b_ref.at[column], k) for column in chosen]
       a_row = rows.unpack(rows.load(a_ref.at[segment.row], k))
@@ -174,27 +167,31 @@ def sddmm_spmm(
         interpreted=interpret is not None,
       )
       for slot, words in zip(slots, b_rows):
-        weight = jnp.where(slot.used, values_ref[slot.place], 0.0)
-        total = rows.add_scaled(total, weight, words)
+        totals = tuple(
+          rows.add_scaled(
+            total, jnp.where(slot.used, values_ref[slot.place], 0.0), words
+          )
+          for total, values_ref in zip(totals, inputs.values)
+        )
       for rank, slot in enumerate(slots):
         dots_ref[slot.place] = dots[rank]
-      return total
+      return totals
 
     @pl.when(segment.row >= 0)
     def _():
-      start = rows.zeros(rows.row_shape(k), k)
-      total = segments_kernel.for_each_step(
-        step, start, segment=segment, config=config
+      zero = rows.zeros(rows.row_shape(k), k)
+      totals = segments_kernel.for_each_step(
+        step, (zero,) * outputs.y, segment=segment, config=config
       )
-      segments_kernel.write_rows((total,), segment, inputs.y0, results, k)
+      if outputs.y:
+        segments_kernel.write_rows(totals, segment, inputs.y0, results, k)
 
-  results = segments_kernel.call(
+  return segments_kernel.call(
     body,
-    Inputs((a, b), columns, (values,), work.segments, (y0,)),
+    inputs,
     work,
-    Outputs(m, dtype=dtype, slots=1),
+    outputs,
     scratch=(rows.dot_scratch(config.rows_per_step),),
-    name="sddmm_spmm",
+    name=name,
     interpret=interpret,
   )
-  return DotsAndSum(*results.slots, *results.y)

@@ -76,43 +76,19 @@ def spmm_two_matrices(
   """
   segments_kernel.check_rows(a=a, b=b)
   segments_kernel.check_same(a=a.shape, b=b.shape)
-  k = a.shape[1]
   segments_kernel.check_slots(columns, a_values=a_values, b_values=b_values)
-  segments_kernel.check_added((m, k), y0=y0)
+  segments_kernel.check_added((m, a.shape[1]), y0=y0)
   interpret = interpret or target.interpret_params()
 
-  def body(inputs, results):
-    segment = segments_kernel.this_segment(inputs.segments)
-    a_ref, b_ref = inputs.matrices
-    a_values_ref, b_values_ref = inputs.values
-
-    def step(_, slots, total):
-      chosen = [inputs.columns[slot.place] for slot in slots]
-      a_rows = [rows.load(a_ref.at[column], k) for column in chosen]
-      b_rows = [rows.load(b_ref.at[column], k) for column in chosen]
-      for slot, a_words, b_words in zip(slots, a_rows, b_rows):
-        a_weight = jnp.where(slot.used, a_values_ref[slot.place], 0.0)
-        b_weight = jnp.where(slot.used, b_values_ref[slot.place], 0.0)
-        total = rows.add_scaled(total, a_weight, a_words)
-        total = rows.add_scaled(total, b_weight, b_words)
-      return total
-
-    @pl.when(segment.row >= 0)
-    def _():
-      start = rows.zeros(rows.row_shape(k), k)
-      total = segments_kernel.for_each_step(
-        step, start, segment=segment, config=config
-      )
-      segments_kernel.write_rows((total,), segment, inputs.y0, results, k)
-
-  (y,) = segments_kernel.call(
-    body,
+  (y,) = weighted_sums(
     Inputs((a, b), columns, (a_values, b_values), work.segments, (y0,)),
+    (Term(result=0, value=0, matrix=0), Term(result=0, value=1, matrix=1)),
     work,
     Outputs(m, dtype=dtype),
+    config=config,
     name="spmm_two_matrices",
     interpret=interpret,
-  ).y
+  )
   return y
 
 
@@ -164,41 +140,86 @@ def spmm_two_values(
     ValueError: A shape or dtype does not fit.
   """
   segments_kernel.check_rows(b=b)
-  k = b.shape[1]
   segments_kernel.check_slots(columns, y_values=y_values, z_values=z_values)
-  segments_kernel.check_added((m, k), y0=y0, z0=z0)
+  segments_kernel.check_added((m, b.shape[1]), y0=y0, z0=z0)
   interpret = interpret or target.interpret_params()
+
+  return TwoSums(
+    *weighted_sums(
+      Inputs((b,), columns, (y_values, z_values), work.segments, (y0, z0)),
+      (Term(result=0, value=0, matrix=0), Term(result=1, value=1, matrix=0)),
+      work,
+      Outputs(m, y=2, dtype=dtype),
+      config=config,
+      name="spmm_two_values",
+      interpret=interpret,
+    )
+  )
+
+
+class Term(NamedTuple):
+  """value · row of matrix, to be added to a result; by their positions."""
+
+  result: int
+  value: int
+  matrix: int
+
+
+def weighted_sums(
+  inputs: Inputs,
+  terms: tuple[Term, ...],
+  work: Work,
+  outputs: Outputs,
+  *,
+  config: GatherConfig,
+  name: str,
+  interpret: plgpu.InterpretGPUParams | None,
+) -> tuple[Array, ...]:
+  """The sums of terms over the entries of each row: every spmm there is.
+
+  Args:
+    inputs: Matrices, columns, values, segments and what to add to.
+    terms: What is added for each entry, in this order.
+    work: The work list that the segments are of.
+    outputs: The results to make room for.
+    config: How many entries a step takes.
+    name: The kernel's.
+    interpret: How to interpret, if at all.
+
+  Returns:
+    The results, one for each `y` of outputs.
+  """
+  k = inputs.matrices[0].shape[1]
 
   def body(inputs, results):
     segment = segments_kernel.this_segment(inputs.segments)
-    (b_ref,) = inputs.matrices
 
     def step(_, slots, totals):
       chosen = [inputs.columns[slot.place] for slot in slots]
-      b_rows = [rows.load(b_ref.at[column], k) for column in chosen]
-      for slot, words in zip(slots, b_rows):
-        totals = tuple(
-          rows.add_scaled(
-            total, jnp.where(slot.used, values_ref[slot.place], 0.0), words
+      loaded = [
+        [rows.load(matrix_ref.at[column], k) for column in chosen]
+        for matrix_ref in inputs.matrices
+      ]
+      totals = list(totals)
+      for rank, slot in enumerate(slots):
+        weights = [
+          jnp.where(slot.used, values_ref[slot.place], 0.0)
+          for values_ref in inputs.values
+        ]
+        for result, value, matrix in terms:
+          totals[result] = rows.add_scaled(
+            totals[result], weights[value], loaded[matrix][rank]
           )
-          for total, values_ref in zip(totals, inputs.values)
-        )
-      return totals
+      return tuple(totals)
 
     @pl.when(segment.row >= 0)
     def _():
       zero = rows.zeros(rows.row_shape(k), k)
       totals = segments_kernel.for_each_step(
-        step, (zero, zero), segment=segment, config=config
+        step, (zero,) * outputs.y, segment=segment, config=config
       )
       segments_kernel.write_rows(totals, segment, inputs.y0, results, k)
 
-  y, z = segments_kernel.call(
-    body,
-    Inputs((b,), columns, (y_values, z_values), work.segments, (y0, z0)),
-    work,
-    Outputs(m, y=2, dtype=dtype),
-    name="spmm_two_values",
-    interpret=interpret,
+  return segments_kernel.call(
+    body, inputs, work, outputs, name=name, interpret=interpret
   ).y
-  return TwoSums(y, z)
