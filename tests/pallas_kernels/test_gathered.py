@@ -1,7 +1,6 @@
-"""The gathered kernels: interpreted against NumPy, lowered, and compiled."""
+"""The gathered kernels of the layer, interpreted against NumPy."""
 
 import functools
-import re
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import gather_config, gathered, rows, work_list
+from pallas_kernels import gathered, work_list
 from pallas_kernels.gather_config import GatherConfig
 from tests.helpers import kernels
 
@@ -382,162 +381,3 @@ def test_matrices_that_do_not_match_are_refused(name, shape, message):
   array = jnp.zeros(shape, jnp.bfloat16)
   with pytest.raises(ValueError, match=message):
     call(2, arguments(2) | {name: array})
-
-
-# Lowered and compiled. M, K and N are those that the kernels are tuned for.
-
-SHAPES = [
-  (16384, 2048, 5632),
-  (131072, 2048, 5632),
-  (16384, 4096, 14336),
-  (512, 768, 1536),
-  (1, 2048, 5632),
-  (64, 2048, 5632),
-]
-# Entries of a row of ELL at most.
-ELL_WIDTH = 128
-MAX_REGISTERS = 128  # four blocks an SM
-
-
-class Program(NamedTuple):
-  """A kernel at a shape: a function, and the types of its arguments."""
-
-  function: object
-  arguments: tuple
-  config: GatherConfig
-  parts: int
-
-
-def program(m, k, n, *, matrices, with_y0, length=None):
-  config = gather_config.default_config(m, k, ELL_WIDTH, matrices=matrices)
-  length = length or config.segment_length
-  capacity = work_list.max_segments(m, width=ELL_WIDTH, length=length)
-  parts = work_list.max_parts(m, width=ELL_WIDTH, length=length)
-
-  def typed(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-  number = typed(dtype=jnp.int32)
-  work = work_list.Work(
-    typed(capacity, 4, dtype=jnp.int32),
-    typed(parts // 2, 4, dtype=jnp.int32),
-    number,
-    number,
-  )
-  given = {
-    "columns": typed(m * ELL_WIDTH, dtype=jnp.int32),
-    "values": typed(m * ELL_WIDTH, dtype=jnp.float32),
-    "work": work,
-    "down": typed(n, k),
-  }
-  if with_y0:
-    # What takes more registers.
-    given["y0"] = jax.ShapeDtypeStruct((m, k), jnp.float32)
-  if matrices == 2:
-    given |= {"x": typed(m, k), "up": typed(n, k)}
-
-  def function(given):
-    more = {"m": m} if matrices == 1 else {}
-    return call(matrices, given | more | {"config": config})
-
-  return Program(function, (given,), config, parts)
-
-
-@BOTH
-@pytest.mark.parametrize("with_y0", [False, True], ids=["", "y0"])
-@pytest.mark.parametrize("length", [ELL_WIDTH, 8], ids=["whole", "split"])
-def test_lowers(matrices, with_y0, length):
-  function, given, _, parts = program(
-    16, 2048, 64, matrices=matrices, with_y0=with_y0, length=length
-  )
-  text = kernels.lower_for_cuda(function, *given)
-  assert text.count("mosaic_gpu_v2") == (2 if parts else 1)
-
-
-def row_load(k):
-  """The pattern of the PTX instruction that loads of rows should be."""
-  suffix = {0: ".v4", 512: ".v2"}.get(k % 1024, "")
-  return rf"\bld(?:\.global)?{re.escape(suffix)}\.b32"
-
-
-def check_compiled(compiled, program_, k, matrices):
-  config = program_.config
-  first, *second = compiled.kernels
-  assert first.name == (
-    "gathered_up_down" if matrices == 2 else "gathered_down"
-  )
-  assert [kernel.name for kernel in second] == (
-    ["add_parts"] if program_.parts else []
-  )
-  for kernel in compiled.kernels:
-    assert kernel.registers <= MAX_REGISTERS
-    assert (kernel.spill_bytes, kernel.stack_bytes) == (0, 0)
-    # Four blocks leave most of an SM's 256 KiB to the L1 cache.
-    assert kernel.shared_memory_bytes <= 16 * 1024
-    assert kernel.notes == ()
-  loads = len(re.findall(row_load(k), first.ptx))
-  chunks = rows.chunk_count(k)
-  assert loads >= chunks * (
-    matrices * config.rows_per_step + (1 if matrices == 2 else 0)
-  )
-  # Neither weights nor results are copied. Parts are stored, and the halves of
-  # a float32 y0.
-  y0 = program_.arguments[0].get("y0")
-  stored = program_.parts * k * 4 + (0 if y0 is None else y0.size * 4)
-  memory = compiled.executable.memory_analysis()
-  assert memory.temp_size_in_bytes <= stored + 2**20
-
-
-@BOTH
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("with_y0", [False, True], ids=["", "y0"])
-def test_compiles_for_h200(matrices, shape, with_y0):
-  m, k, n = shape
-  program_ = program(m, k, n, matrices=matrices, with_y0=with_y0)
-  compiled = kernels.compile_for_h200(program_.function, *program_.arguments)
-  check_compiled(compiled, program_, k, matrices)
-
-
-@BOTH
-@pytest.mark.parametrize(
-  ("k", "length"),
-  [(256, 8), (1024, ELL_WIDTH), (1536, 8), (3072, ELL_WIDTH), (5120, 8)],
-)
-def test_other_widths_compile(matrices, k, length):
-  program_ = program(
-    64, k, 1024, matrices=matrices, with_y0=True, length=length
-  )
-  compiled = kernels.compile_for_h200(program_.function, *program_.arguments)
-  check_compiled(compiled, program_, k, matrices)
-
-
-@BOTH
-def test_widest_rows_do_not_spill(matrices):
-  k = rows.MAX_WIDTH
-  program_ = program(64, k, 64, matrices=matrices, with_y0=True, length=8)
-  compiled = kernels.compile_for_h200(program_.function, *program_.arguments)
-  for kernel in compiled.kernels:
-    assert kernel.spill_bytes == 0
-    # Three blocks an SM.
-    assert kernel.registers <= 168
-
-
-def shared_accesses(ptx):
-  """Stores to and loads from shared memory and barriers, runs shortened."""
-  found: list[str] = []
-  for store, load, barrier in re.findall(
-    r"(stmatrix|\bst\.shared)|(\bld\.shared)|(\bbar\.sync)", ptx
-  ):
-    kind = "store" if store else "load" if load else "wait" if barrier else ""
-    if found[-1:] != [kind]:
-      found.append(kind)
-  return found
-
-
-def test_barriers_part_writers_and_readers():
-  # The interpreter runs 128 threads as one: only the program shows them.
-  program_ = program(64, 2048, 64, matrices=2, with_y0=False)
-  compiled = kernels.compile_for_h200(program_.function, *program_.arguments)
-  start_up = ["wait"]
-  step = ["store", "wait", "load", "store", "wait", "load"]
-  assert shared_accesses(compiled.kernels[0].ptx) == start_up + step
