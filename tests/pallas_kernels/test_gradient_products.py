@@ -1,101 +1,155 @@
-"""The kernels of training together: the gradients of a layer."""
+"""The kernels of training, interpreted against NumPy, whichever it is."""
+
+import functools
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
-from pallas_kernels import sddmm, spmm, work_list
 from pallas_kernels.gather_config import GatherConfig
-from tests.helpers import kernels
+from tests.helpers import gathered_cases, kernels
+from tests.helpers.gathered_cases import N, make_case, make_work
+from tests.helpers.gradient_products import (
+  MATRICES,
+  SDDMM_SPMM,
+  VALUES,
+  call,
+  check,
+  of_each,
+  run,
+)
 
-TOKENS, NEURONS, K = 11, 16, 256
-# Of the l1 penalty, the mean over tokens of the sum of |h|.
-L1 = 0.7
+
+@of_each()
+@pytest.mark.parametrize(
+  ("rows_per_step", "length"), [(1, N), (2, 3), (4, N), (4, 3), (8, 7)]
+)
+def test_counts_around_a_step_and_a_segment(product, rows_per_step, length):
+  around = [
+    max(0, size + change)
+    for size in (rows_per_step, length)
+    for change in (-1, 0, 1)
+  ]
+  # The last list is of a neuron that fires on every token.
+  case = make_case([0, *(min(N, size) for size in around), N], 256)
+  config = GatherConfig(rows_per_step=rows_per_step, segment_length=length)
+  check(case, product=product, config=config, with_y0=length < N, spare=2)
 
 
-def layer(x, gate, up, down):
-  h = jax.nn.relu(x @ gate.T) * (x @ up.T)
-  return h @ down, jnp.sum(jnp.abs(h)) / TOKENS
+@of_each()
+@pytest.mark.parametrize(
+  ("k", "dtype"),
+  [(512, jnp.float32), (768, jnp.float32), (2048, jnp.bfloat16)],
+  ids=str,
+)
+def test_widths(product, k, dtype):
+  # A chunk of two words a thread, three of one, two of four.
+  case = make_case([5, 0, 9], k)
+  config = GatherConfig(rows_per_step=4, segment_length=6)
+  check(case, product=product, config=config, with_y0=True, dtype=dtype)
 
 
-def work_of(starts, counts, width, length):
-  sizes = {"width": width, "length": length}
-  return work_list.segments(
-    starts,
-    counts,
-    length=length,
-    capacity=work_list.max_segments(counts.shape[0], **sizes),
-    part_capacity=work_list.max_parts(counts.shape[0], **sizes),
+@of_each()
+@settings(max_examples=10)
+@given(
+  counts=st.lists(st.integers(0, N), min_size=4, max_size=4),
+  seed=st.integers(0, 2**32 - 1),
+)
+def test_any_lists(product, counts, seed):
+  case = make_case(counts, 256, slots=4 * (N + 4), seed=seed)
+  config = GatherConfig(rows_per_step=4, segment_length=9)
+  check(case, product=product, config=config)
+
+
+@of_each()
+def test_no_entries(product):
+  case = make_case([0, 0], 256)
+  config = GatherConfig(rows_per_step=4, segment_length=N)
+  for result in check(case, product=product, config=config, spare=1):
+    assert not np.any(gathered_cases.bits(result))
+
+
+@of_each()
+@pytest.mark.parametrize("length", [N, 2], ids=["whole", "split"])
+def test_same_bits_twice(product, length):
+  case = make_case([3, 0, N, 7], 256, seed=1)
+  config = GatherConfig(rows_per_step=4, segment_length=length)
+  first, second = (run(case, product=product, config=config) for _ in range(2))
+  gathered_cases.assert_same_bits(first, second)
+
+
+def test_the_context_interprets():
+  case = make_case([3, 1], 256)
+  config = GatherConfig(rows_per_step=2, segment_length=N)
+
+  @jax.jit
+  def in_context(case):
+    return call(SDDMM_SPMM, case, make_work(case, N), config)
+
+  with plgpu.force_gpu_interpret_mode(kernels.interpret_params()):
+    results = jax.block_until_ready(in_context(case))
+  expected = run(case, product=SDDMM_SPMM, config=config)
+  gathered_cases.assert_same_bits(results, expected)
+
+
+# Numbers of slots are written through a reference, which transformations must
+# not lose.
+
+
+def stacked_cases(run_one):
+  cases = [make_case([7, 0, 1], 256, slots=20, seed=seed) for seed in (0, 1)]
+  stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
+  expected = [run_one(case) for case in cases]
+  return stack, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
+
+
+def run_split(case):
+  config = GatherConfig(rows_per_step=2, segment_length=3)
+  return run(case, product=SDDMM_SPMM, config=config, with_y0=True)
+
+
+def scanned(stack):
+  return jax.lax.scan(lambda _, case: (None, run_split(case)), None, stack)[1]
+
+
+def sharded(stack):
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((2,), ("data",), axis_types=auto)
+  spec = PartitionSpec("data")
+
+  def one(case):
+    case = jax.tree.map(lambda leaf: leaf[0], case)
+    return jax.tree.map(lambda leaf: leaf[None], run_split(case))
+
+  return jax.shard_map(
+    one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+  )(stack)
+
+
+@pytest.mark.parametrize(
+  "transformed",
+  [scanned, lambda stack: jax.vmap(run_split)(stack), sharded],
+  ids=["scan", "vmap", "shard_map"],
+)
+def test_transformed(transformed):
+  stack, expected = stacked_cases(run_split)
+  gathered_cases.assert_same_bits(jax.jit(transformed)(stack), expected)
+
+
+@of_each(MATRICES, VALUES)
+def test_scan(product):
+  # The second pass writes into the results of the first through a reference.
+  cases = [make_case([7, 0, 1], 256, slots=20, seed=seed) for seed in (0, 1)]
+  stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *cases)
+  config = GatherConfig(rows_per_step=2, segment_length=3)
+  step = functools.partial(run, product=product, config=config, with_y0=True)
+  _, results = jax.lax.scan(lambda _, case: (None, step(case)), None, stack)
+  expected = [step(case) for case in cases]
+  gathered_cases.assert_same_bits(
+    results, jax.tree.map(lambda *leaves: jnp.stack(leaves), *expected)
   )
-
-
-def gradients(x, gate, up, down, d_y, *, length):
-  """Those of x, gate, up and down, by the products at active neurons."""
-  options = {
-    "config": GatherConfig(rows_per_step=4, segment_length=length),
-    "interpret": kernels.interpret_params(),
-  }
-  float32 = {"dtype": jnp.float32}
-  dense = jax.nn.relu(x.astype(jnp.float32) @ gate.T.astype(jnp.float32))
-  active = np.asarray(dense) > 0
-  token, neuron = np.nonzero(active)
-  counts = jnp.asarray(active.sum(axis=1), jnp.int32)
-  by_token = {
-    "columns": jnp.asarray(neuron, jnp.int32),
-    "work": work_of(jnp.cumsum(counts) - counts, counts, NEURONS, length),
-  } | options
-  # Where the entries of a neuron are in the lists of tokens, and back.
-  order = np.argsort(neuron, kind="stable")
-  back = np.argsort(order)
-  counts = jnp.asarray(active.sum(axis=0), jnp.int32)
-  by_neuron = {
-    "columns": jnp.asarray(token[order], jnp.int32),
-    "work": work_of(jnp.cumsum(counts) - counts, counts, TOKENS, length),
-  } | options
-
-  p = dense[token, neuron]
-  r = sddmm.sddmm(x, up, **by_token)
-  of_down = sddmm.sddmm_spmm(
-    down, d_y, values=(r * p)[order], **by_neuron, **float32
-  )
-  d_t = of_down.dots[back] + L1 / TOKENS * jnp.sign(r)
-  d_r, d_u = d_t * p, d_t * r
-  d_x = spmm.spmm_two_matrices(
-    up, gate, m=TOKENS, a_values=d_r, b_values=d_u, **by_token, **float32
-  )
-  of_x = spmm.spmm_two_values(
-    x,
-    m=NEURONS,
-    y_values=d_r[order],
-    z_values=d_u[order],
-    **by_neuron,
-    **float32,
-  )
-  return d_x, of_x.z, of_x.y, of_down.y
-
-
-@pytest.mark.parametrize("length", [16, 5], ids=["whole", "split"])
-def test_gradients_are_those_of_the_dense_layer(length):
-  rng = np.random.default_rng(3)
-
-  def bf16(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-  x, d_y = bf16(TOKENS, K), bf16(TOKENS, K)
-  gate, up, down = (bf16(NEURONS, K) for _ in range(3))
-  # A token without active neurons, a neuron without tokens, one with all but
-  # that token.
-  x = x.at[4].set(0).at[:, 0].set(1).at[4, 0].set(0)
-  gate = gate.at[2].set(0).at[5].set(0).at[5, 0].set(1)
-  with kernels.no_races():
-    found = jax.block_until_ready(
-      gradients(x, gate, up, down, d_y, length=length)
-    )
-
-  floats = [array.astype(jnp.float32) for array in (x, gate, up, down)]
-  _, pull_back = jax.vjp(layer, *floats)
-  expected = pull_back((d_y.astype(jnp.float32), jnp.float32(L1)))
-  for one, other in zip(found, expected):
-    error = np.linalg.norm(one - other)
-    assert error <= 1e-5 * np.linalg.norm(other)
