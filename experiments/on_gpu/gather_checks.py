@@ -122,13 +122,7 @@ def _kernel(segments: str) -> Callable[..., Any]:
       "default": config.segment_length,
     }[segments]
     config = dataclasses.replace(config, segment_length=length)
-    work = work_list.segments(
-      jnp.arange(tokens, dtype=jnp.int32) * width,
-      entries.counts,
-      length=length,
-      capacity=work_list.max_segments(tokens, width=width, length=length),
-      part_capacity=work_list.max_parts(tokens, width=width, length=length),
-    )
+    work = work_list.of_ell(entries.counts, width=width, length=length)
     options: dict[str, Any] = {
       "columns": entries.columns.reshape(-1),
       "values": entries.values.reshape(-1),

@@ -73,13 +73,7 @@ def parts_of_forward(x: jax.Array, layer: inputs.Layer) -> Parts:
   @jax.jit
   def compact(twell):
     ell = EllMatrix.from_twell(twell, width=width)
-    work = work_list.segments(
-      jnp.arange(tokens, dtype=jnp.int32) * width,
-      ell.stored,
-      length=length,
-      capacity=work_list.max_segments(tokens, width=width, length=length),
-      part_capacity=work_list.max_parts(tokens, width=width, length=length),
-    )
+    work = work_list.of_ell(ell.stored, width=width, length=length)
     values = ell.values.astype(jnp.float32).reshape(-1)
     return ell.columns.reshape(-1), values, work, jnp.mean(ell.stored)
 

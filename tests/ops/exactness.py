@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tests.ops.dense_layer import GRADIENTS, oracle
+from tests.ops.dense_layer import GRADIENTS, Results, oracle
 from tests.ops.settings import results_of, results_of_plain
 
 FLOATING = ("y", "l1", *GRADIENTS)
@@ -87,3 +87,22 @@ def assert_no_less_exact_than_dense(cases, setting, dtype):
     if name != "l1":
       assert triples[0][1].dtype == dtype
     assert_no_worse(name, triples, dtype)
+
+
+def assert_close(
+  actual: Results, expected: Results, *, tolerance: float = 1e-5
+) -> None:
+  """Equal up to the order of sums, relative to the largest; counts exactly."""
+  for name, exact in expected._asdict().items():
+    if exact is None:
+      assert getattr(actual, name) is None
+      continue
+    exact = np.asarray(exact)
+    within = 0.0 if name in ("active", "fired") else tolerance
+    np.testing.assert_allclose(
+      getattr(actual, name),
+      exact,
+      rtol=0,
+      atol=within * np.abs(exact).max(),
+      err_msg=name,
+    )

@@ -16,6 +16,7 @@ from tests.ops.dense_layer import (
   make_case,
   oracle,
 )
+from tests.ops.exactness import assert_close
 from tests.ops.settings import results
 from twell_jax.ops import sparse_ffn
 
@@ -41,20 +42,6 @@ def test_vmap(setting, rng):
     exact = oracle(cases[0]._replace(x=case.x)).y
     atol = 1e-5 * np.abs(exact).max()
     np.testing.assert_allclose(tokens[index], exact, rtol=0, atol=atol)
-
-
-def assert_close(actual: Results, expected: Results, *, tolerance=1e-5):
-  """Equal within a tolerance relative to the largest number."""
-  for name, exact in expected._asdict().items():
-    if exact is None:
-      continue
-    np.testing.assert_allclose(
-      getattr(actual, name),
-      exact,
-      rtol=0,
-      atol=tolerance * np.abs(exact).max(),
-      err_msg=name,
-    )
 
 
 def two_layers(x, layers, layer, wrap):

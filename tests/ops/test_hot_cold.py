@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import optimize, stats
 
 from tests.ops.dense_layer import Results, make_case, oracle
+from tests.ops.exactness import assert_close
 from tests.ops.settings import results
 from twell_jax.nn import SparseFFN, TransformerConfig, TransformerLM
 from twell_jax.ops import (
@@ -35,23 +36,6 @@ def results_of(case, **options) -> Results:
     return sparse_ffn(*inputs, **options)
 
   return jax.jit(lambda case: results(case, op))(case)
-
-
-def assert_close(actual: Results, expected: Results):
-  """Equal up to the order of sums; counts exactly."""
-  for name, exact in expected._asdict().items():
-    if exact is None:
-      assert getattr(actual, name) is None
-      continue
-    exact = np.asarray(exact)
-    tolerance = 0.0 if name in ("active", "fired") else 1e-5
-    np.testing.assert_allclose(
-      getattr(actual, name),
-      exact,
-      rtol=0,
-      atol=tolerance * np.abs(exact).max(),
-      err_msg=name,
-    )
 
 
 # What holds for one split of the neurons is tested for all implementations in

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.ops.dense_layer import make_case, oracle
+from tests.ops.exactness import assert_close
 from tests.ops.settings import results
 from twell_jax.ops import (
   order_by_rate,
@@ -47,22 +48,6 @@ def results_on(mesh, case, *, hot_neurons=0):
     return sharded_sparse_ffn(*inputs, mesh=mesh, hot_neurons=hot_neurons)
 
   return jax.jit(lambda case: results(case, op))(placed(case, mesh))
-
-
-def assert_close(actual, expected):
-  """Equal up to the order of sums; counts and statistics of them, exactly."""
-  for name, exact in expected._asdict().items():
-    if exact is None:
-      assert getattr(actual, name) is None
-      continue
-    tolerance = 0.0 if name in ("active", "fired") else 1e-5
-    np.testing.assert_allclose(
-      getattr(actual, name),
-      exact,
-      rtol=0,
-      atol=tolerance * np.abs(exact).max(),
-      err_msg=name,
-    )
 
 
 @pytest.mark.parametrize(
