@@ -349,6 +349,11 @@ def test_refuses_rows_that_are_too_wide():
     sparse_ffn(x, x, x, x, implementation="mosaic")
 
 
+def test_refuses_more_slots_than_a_work_list_can_number():
+  with pytest.raises(ValueError, match=r"16777216 tokens × 128 slots .* fewer"):
+    jax.eval_shape(op_for(0), *shapes(2**24, 256, 512))
+
+
 def shapes(tokens, d_model, d_ff):
   matrix = jax.ShapeDtypeStruct((d_ff, d_model), jnp.bfloat16)
   x = jax.ShapeDtypeStruct((tokens, d_model), jnp.bfloat16)

@@ -44,9 +44,9 @@ def ell_width(d_ff: int) -> int:
   """Active neurons of a token up to which it goes through the gathered kernel.
 
   1/32 of the neurons, at least 128. Gathering breaks even with dense products
-  at less than 1/100 (the README of experiments has the model), so a token
-  beyond this width is better computed densely; it is as wide as it is because
-  dense tokens come in blocks.
+  at less than 1/100 (`hot_cold.H200.break_even`), so a token beyond this width
+  is better computed densely; it is as wide as it is because dense tokens come
+  in blocks.
   """
   return min(d_ff, max(128, -(-d_ff // 32 // 128) * 128))
 
@@ -66,8 +66,13 @@ def forward(
       f"the Mosaic kernels hold rows of up to {rows.MAX_WIDTH} numbers and"
       f" d_model is {x.shape[1]}: use implementation='xla'"
     )
-  device = target.device_of(x)
   tokens, d_ff = x.shape[0], gate.shape[0]
+  if tokens * ell_width(d_ff) >= 2**31:
+    raise ValueError(
+      f"{tokens} tokens × {ell_width(d_ff)} slots must be below 2^31, the range"
+      " of the work list: call the layer on fewer tokens at once"
+    )
+  device = target.device_of(x)
   if hot_neurons == d_ff:
     return reference.forward(x, gate, up, down, hot_neurons=hot_neurons)
 
