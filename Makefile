@@ -88,10 +88,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 setup-aot: $(AOT_STAMP)  ## add the CUDA compiler, which needs no GPU
 
 # Apart from the environment's packages, because where there is no GPU the
-# plugin greets every `import jax` with an error; pallas_kernels/aot.py finds it.
-# The plugin must have jax's own version.
+# plugin greets every `import jax` with an error; pallas_kernels/aot.py finds it,
+# and it finds cuDNN beside itself. The plugin must have jax's own version.
 $(AOT_STAMP): $(STAMP)
-	@echo 'Installing the CUDA compiler into $(VENV)/aot'
+	@echo 'Installing the CUDA compiler and cuDNN into $(VENV)/aot (1.5 GB)'
 	@rm -rf '$(VENV)/aot'
 	@'$(BIN)/python' -c 'import importlib.metadata as m; \
 	  [print(r.split(";")[0].split()[0]) for r in m.requires("twell_jax") \

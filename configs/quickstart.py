@@ -35,9 +35,17 @@ def get_config() -> ConfigDict:
   # What going back computes again: "none", "matmuls" (all but products with
   # weights), "attention" (its products too), "layer" (everything)
   config.model.remat = "none"
+  config.model.ffn_residuals = "kept"  # or "recomputed", from an FFN's input
+  config.model.attention = "full"  # "cudnn" holds no scores; 16 bits on a GPU
   config.model.cross_entropy = "full"  # "chunked" never holds all logits
   config.model.cross_entropy_chunk = 2048  # tokens of a device with logits
   config.model.implementation = ""  # of the sparse layer; "" is the platform's
+  config.model.hot_neurons = 0  # first ones of a layer, computed for all tokens
+  config.model.ell_width = (
+    0  # active neurons of a token "mosaic" packs; 0: auto
+  )
+  config.model.dense_rows = 0  # tokens with more that a device keeps
+  config.model.dense_above = -1.0  # active share for dense products; −1: auto
 
   config.data = ConfigDict()
   # "python" (sources and documentation of the running interpreter), a path or
@@ -70,6 +78,8 @@ def get_config() -> ConfigDict:
   config.mesh.fsdp = 1
   config.mesh.tensor = 1  # slices of neurons and heads
 
+  # Steps between sortings of the neurons by how often they fire; 0 is never
+  config.reorder_neurons_every_steps = 0
   config.log_every_steps = 10
   config.eval = ConfigDict()
   config.eval.every_steps = 150

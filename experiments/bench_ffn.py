@@ -7,6 +7,10 @@ forward  y of `tokens` tokens
 train    y and the gradients of x and the matrices, for `tokens` tokens
 decode   y of a few new tokens (1 by default), different ones at each call
 
+With --implementation=mosaic it needs a Hopper GPU and --dtype=bfloat16. With
+--hot_neurons the layer's neurons are sorted by firing rate, as measured on
+other tokens, and so many are computed for all tokens.
+
 The layer is random with a given mean number of active neurons per token and
 heavy-tailed firing rates, as trained layers have. Both sides run under jit in
 one process, in turn; the dense layer runs with its kernels [in, out] and, going
@@ -14,8 +18,10 @@ forward, also [out, in], and the faster one is the baseline. The last line is
 JSON.
 """
 
+import functools
 import json
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +36,12 @@ from experiments.dense_layer import (
   dense_ffn,
   dense_ffn_by_neuron,
 )
-from twell_jax.ops import IMPLEMENTATIONS, sparse_ffn
+from twell_jax.ops import IMPLEMENTATIONS, Activity, order_by_rate, sparse_ffn
 
 _MODES = {"forward": 512, "train": 2048, "decode": 1}
 _DTYPES = ("float32", "bfloat16", "float16")
 _CALLS = 4  # different inputs, used in turn
+_CALIBRATION_TOKENS = 4096  # from which firing rates are measured
 
 
 class Layer(NamedTuple):
@@ -89,6 +96,11 @@ def random_tokens(
   return jnp.asarray(x)
 
 
+@jax.jit
+def _activity(x: Array, layer: Layer) -> Activity:
+  return sparse_ffn(x, *layer, implementation="reference").activity
+
+
 def _with_gradients(layer):
   def function(x, weights, dy):
     y, pullback = jax.vjp(layer, x, weights)
@@ -97,11 +109,46 @@ def _with_gradients(layer):
   return function
 
 
+def _sparse(x: Array, layer: Layer, **options: Any) -> Array:
+  return sparse_ffn(x, *layer, **options).y
+
+
+def _check_layer(sparse: Callable[..., Array], tokens: int) -> None:
+  """Raises what the layer does about its options, before anything is made."""
+  args = flags.FLAGS
+  dtype = jnp.dtype(args.dtype)
+  matrix: Any = jax.ShapeDtypeStruct((args.d_ff, args.d_model), dtype)
+  layer = Layer(matrix, matrix if args.gated else None, matrix)
+  jax.eval_shape(
+    sparse, jax.ShapeDtypeStruct((tokens, args.d_model), dtype), layer
+  )
+
+
+def _sorted_by_rate(layer: Layer, seed: int) -> Layer:
+  """The layer with the neurons first that fire most, on tokens of their own."""
+  x = random_tokens(
+    np.random.default_rng([seed, 1]),
+    tokens=_CALIBRATION_TOKENS,
+    d_model=layer.gate.shape[1],
+  )
+  fired = _activity(x.astype(layer.gate.dtype), layer).fired
+  return order_by_rate(layer, fired)
+
+
 def main() -> int:
   """Prints a table of times and memory, and the same as JSON."""
   args = flags.FLAGS
   mode, dtype = args.mode, jnp.dtype(args.dtype)
   tokens = args.tokens or _MODES[mode]
+  if args.implementation == "mosaic" and args.dtype != "bfloat16":
+    raise ValueError(
+      f"--implementation=mosaic computes in bfloat16 and --dtype={args.dtype}:"
+      " add --dtype=bfloat16"
+    )
+  sparse = functools.partial(
+    _sparse, implementation=args.implementation, hot_neurons=args.hot_neurons
+  )
+  _check_layer(sparse, tokens)
   rng = np.random.default_rng(args.seed)
   layer = random_layer(
     rng,
@@ -111,6 +158,8 @@ def main() -> int:
     gated=args.gated,
   )
   layer = jax.tree.map(lambda matrix: matrix.astype(dtype), layer)
+  if args.hot_neurons:
+    layer = _sorted_by_rate(layer, args.seed)
   inputs = [
     random_tokens(rng, tokens=tokens, d_model=args.d_model).astype(dtype)
     for _ in range(_CALLS)
@@ -118,9 +167,6 @@ def main() -> int:
   kernels = DenseKernels(
     layer.gate.T, None if layer.up is None else layer.up.T, layer.down
   )
-
-  def sparse(x: Array, layer: Layer) -> Array:
-    return sparse_ffn(x, *layer, implementation=args.implementation).y
 
   if mode == "train":
     cotangent = rng.standard_normal(inputs[0].shape, dtype=np.float32)
@@ -146,9 +192,7 @@ def main() -> int:
     }
   times = timing.interleaved(contenders, min_seconds=args.min_seconds)
   active = jnp.mean(
-    jnp.stack([sparse_ffn(x, *layer).activity.active for x in inputs]).astype(
-      jnp.float32
-    )
+    jnp.stack([_activity(x, layer).active for x in inputs]).astype(jnp.float32)
   )
   best = min(
     (name for name in times if name != "sparse"),
@@ -178,6 +222,7 @@ def main() -> int:
         "active": round(float(active), 2),
         "dtype": dtype.name,
         "implementation": args.implementation,
+        "hot_neurons": args.hot_neurons,
         "dense_layout": "[out, in]" if "[" in best else "[in, out]",
         "dense_ms": round(times[best].median_ms, 4),
         "sparse_ms": round(times["sparse"].median_ms, 4),
@@ -207,6 +252,9 @@ def _define_flags() -> None:
   flags.DEFINE_bool("gated", True, "Whether there is an up projection.")
   flags.DEFINE_enum(
     "implementation", "xla", sorted(IMPLEMENTATIONS), "The sparse side."
+  )
+  flags.DEFINE_integer(
+    "hot_neurons", 0, "Neurons computed for all tokens.", lower_bound=0
   )
   flags.DEFINE_float("min_seconds", 4.0, "How long to time.", lower_bound=0.0)
   flags.DEFINE_integer("seed", 0, "Of the layer and the tokens.")

@@ -10,7 +10,6 @@ over that of the sparse way. `twell_jax.ops.xla.sparse_share` is chosen by it.
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from absl import flags
 from jaxtyping import Array
 
 from experiments import bench_ffn, cli, environment, timing
-from twell_jax.ops import sparse_ffn, xla
+from twell_jax.ops import sparse_ffn
 
 SHARES = (0.05, 0.10, 0.15, 0.25)
 
@@ -49,25 +48,19 @@ CASES = (
 )
 
 
-def _forward(x: Array, layer: bench_ffn.Layer) -> Array:
-  return sparse_ffn(x, *layer, implementation="xla").y
+def _function(mode: str, dense_above: float) -> Callable[..., Any]:
+  """The layer, or its gradients, dense above that active share."""
 
+  def forward(x: Array, layer: bench_ffn.Layer) -> Array:
+    return sparse_ffn(
+      x, *layer, implementation="xla", dense_above=dense_above
+    ).y
 
-def _train(x: Array, layer: bench_ffn.Layer) -> Any:
-  _, pullback = jax.vjp(_forward, x, layer)
-  return pullback(x)
+  def train(x: Array, layer: bench_ffn.Layer) -> Any:
+    _, pullback = jax.vjp(forward, x, layer)
+    return pullback(x)
 
-
-def _forced(
-  share: float, function: Callable[..., Any], arguments: list[tuple[Any, ...]]
-) -> timing.Contender:
-  """Compiled to take its sparse products up to that active share."""
-
-  def traced(*args):  # a new function, which jit has not traced before
-    return function(*args)
-
-  with mock.patch.object(xla, "sparse_share", return_value=share):
-    return timing.contender(traced, arguments)
+  return train if mode == "train" else forward
 
 
 def ratio(case: Case, share: float, *, min_seconds: float) -> float:
@@ -87,11 +80,10 @@ def ratio(case: Case, share: float, *, min_seconds: float) -> float:
     )
     for _ in range(3)
   ]
-  function = _train if case.mode == "train" else _forward
   times = timing.interleaved(
     {
-      "dense": _forced(0.0, function, arguments),
-      "sparse": _forced(1.0, function, arguments),
+      name: timing.contender(_function(case.mode, dense_above), arguments)
+      for name, dense_above in (("dense", 0.0), ("sparse", 1.0))
     },
     min_seconds=min_seconds,
     min_repeats=3,

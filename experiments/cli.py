@@ -19,8 +19,9 @@ def define_config(default: str | None, help_text: str) -> None:
 def run(main: Callable[[], int]) -> None:
   """Parses the flags and exits with what `main` returns.
 
-  A mistake of the caller, in the flags or found by `main` (a ValueError), and
-  what the file system refuses are one line on stderr and exit code 2.
+  A mistake of the caller, in the flags or found by `main` (a ValueError), what
+  is not supported here (a NotImplementedError) and what the file system refuses
+  are one line on stderr and exit code 2.
   """
   app.run(lambda argv: _reported(main, argv), flags_parser=_parse_flags)
 
@@ -30,7 +31,12 @@ def _reported(main: Callable[[], int], argv: list[str]) -> int:
     return _report(f"unexpected argument {argv[1]!r}: flags begin with --")
   try:
     return main()
-  except (ValueError, FloatingPointError, OSError) as error:
+  except (
+    ValueError,
+    NotImplementedError,
+    FloatingPointError,
+    OSError,
+  ) as error:
     if _TRACEBACK.value:
       raise
     return _report(error)

@@ -8,12 +8,17 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from experiments import ptx
-from experiments.kernel_shapes import ACTIVE_SHARE, Shape
+from experiments import gradient_kernels, ptx
+from experiments.kernel_shapes import (
+  ACTIVE_SHARE,
+  MIN_TRAINING_TOKENS,
+  Shape,
+)
 from pallas_kernels import (
   aot,
   gate_pack,
@@ -24,8 +29,9 @@ from pallas_kernels import (
   tuning,
   work_list,
 )
+from pallas_kernels.gradient_config import Product
 from pallas_kernels.target import H200
-from twell_jax.ops import mosaic
+from twell_jax.ops.mosaic_sizes import default_ell_width
 
 # Multiply-adds of dense bfloat16 that the tensor cores of a multiprocessor do
 # in a clock: 4096 FLOP.
@@ -46,12 +52,14 @@ class Row:
     kernel: Its name, and "+ y0" where it adds to a result that it is given.
     config: Its config; None for the second pass over split rows.
     stats: What the compiler said.
+    of_training: Whether only a training step runs it.
   """
 
   shape: Shape
   kernel: str
   config: tuning.Config | None
   stats: aot.KernelStats
+  of_training: bool = False
 
   def as_json(self) -> dict[str, object]:
     """Everything but the PTX, flat."""
@@ -160,11 +168,19 @@ class GatheredRow(Row):
 
 
 def compile_kernels(shape: Shape) -> Iterator[Row]:
-  """Compiles every kernel of a layer at a shape, one after the other."""
+  """Compiles every kernel of a layer at a shape, one after the other.
+
+  Those of training only at as many tokens as a step has.
+  """
   yield _gate_pack(shape)
   for matrices in (1, 2):
     for has_y0 in (False, True):
       yield from _gathered(shape, matrices=matrices, has_y0=has_y0)
+  if shape.m < MIN_TRAINING_TOKENS:
+    return
+  for product, kind in gradient_kernels.KINDS.items():
+    for has_y0 in (False, True) if kind.sums else (False,):
+      yield from _gradient(shape, product, has_y0=has_y0)
 
 
 def _gate_pack(shape: Shape) -> GatePackRow:
@@ -198,7 +214,7 @@ def _gathered(shape: Shape, *, matrices: int, has_y0: bool) -> Iterator[Row]:
   """A gathered kernel, and the second pass where rows are split."""
   m, n = shape.m, shape.n
   k = _padded(shape.k, rows.WIDTH_MULTIPLE)
-  width = mosaic.ell_width(n)
+  width = default_ell_width(n)
   config = tuning.for_gathered(H200, m, n, k, width, matrices=matrices)
   work = jax.eval_shape(
     functools.partial(
@@ -241,28 +257,95 @@ def _gathered(shape: Shape, *, matrices: int, has_y0: bool) -> Iterator[Row]:
     compiled = aot.compile_for_h200(
       up_down, _matrix(m, k), _matrix(n, k), _matrix(n, k), *slots, work, y0
     )
+  yield from _gathered_rows(
+    shape,
+    compiled,
+    config,
+    matrices=matrices,
+    has_y0=has_y0,
+    of_training=False,
+  )
+
+
+def _gradient(shape: Shape, product: Product, *, has_y0: bool) -> Iterator[Row]:
+  """A gathered kernel of training, and the second pass over split rows."""
+  m, n = shape.m, shape.n
+  k = _padded(shape.k, rows.WIDTH_MULTIPLE)
+  width = default_ell_width(n)
+  kind = gradient_kernels.KINDS[product]
+  config = tuning.for_gradient(H200, product, m, n, k, width)
+  lists = gradient_kernels.lists_of(product, tokens=m, neurons=n, width=width)
+  slots = jax.ShapeDtypeStruct((lists.slots,), jnp.float32)
+  y0 = jax.ShapeDtypeStruct((lists.rows, k), jnp.float32)
+  types: dict[str, Any] = {
+    "matrices": tuple(_matrix(m, k) for m in lists.matrix_rows(product)),
+    "columns": _integers(lists.slots),
+    "values": (slots,) * kind.values,
+    "work": jax.eval_shape(
+      functools.partial(
+        gradient_kernels.work_of, lists, length=config.segment_length
+      ),
+      _integers(lists.rows),
+      _integers(lists.rows),
+    ),
+    "added": (y0,) * (kind.sums if has_y0 else 0),
+  }
+  compiled = aot.compile_for_h200(
+    functools.partial(
+      gradient_kernels.call,
+      product,
+      rows=lists.rows,
+      config=config,
+      dtype=jnp.float32,
+    ),
+    gradient_kernels.Operands(**types),
+  )
+  yield from _gathered_rows(
+    shape,
+    compiled,
+    config,
+    matrices=kind.gathered,
+    has_y0=has_y0,
+    of_training=True,
+  )
+
+
+def _gathered_rows(
+  shape: Shape,
+  compiled: aot.Compiled,
+  config: gather_config.GatherConfig,
+  *,
+  matrices: int,
+  has_y0: bool,
+  of_training: bool,
+) -> Iterator[Row]:
+  """A kernel that gathers rows of so many matrices, and its second pass."""
   suffix = " + y0" if has_y0 else ""
   first, *others = compiled.kernels
   main_loop = max(ptx.loops(first.ptx), key=len)
   rows_per_step = config.rows_per_step * matrices
+  k = _padded(shape.k, rows.WIDTH_MULTIPLE)
   blocks = _blocks_per_sm(first, threads=128 * ptx.warpgroups(first.ptx))
   yield GatheredRow(
     shape=shape,
     kernel=first.name + suffix,
     config=config,
     stats=first,
+    of_training=of_training,
     padded_k=k,
     load_bytes=_widest_load(main_loop),
     instructions_per_row=len(main_loop) / rows_per_step,
     blocks_per_sm=blocks,
     bytes_in_flight=blocks * rows_per_step * 2 * k,
   )
-  for stats in others:
+  # Where two sums are split, the pass over each is the same kernel.
+  for stats in {each.name: each for each in others}.values():
     yield Row(
       shape=shape,
       kernel=f"{stats.name} of {first.name}{suffix}",
       config=None,
       stats=stats,
+      of_training=of_training,
     )
 
 

@@ -6,13 +6,14 @@ It needs jax, flax, numpy and this checkout on PYTHONPATH, and one Hopper GPU.
 `--dry` interprets the kernels on CPU, at tiny sizes, to show that the program
 works; its times mean nothing, and it gives no ratios.
 
-Checks come first: every kernel, and the whole layer, on fresh random and on
-adversarial inputs, against float32 XLA. Then medians: the dense layer, rows
-gathered for all neurons, and hot/cold; for a forward pass and for decoding, by
-activity and distribution of firing rates, and the parts of a forward pass. The
-most important measurements are made first; when the minutes are spent, what is
-left is listed. A stage that raises, hangs or takes its process with it is
-recorded by name, and the others go on.
+Checks come first: every kernel, and the whole layer with its gradients, on
+fresh random and on adversarial inputs, against float32 XLA. Then medians: the
+dense layer, rows gathered for all neurons, and hot/cold; for a forward pass,
+for a forward and a backward pass ("training of"), and for decoding, by activity
+and distribution of firing rates, and the parts of the passes. The most
+important ones are made first; when the minutes are spent, what is left is
+listed, and --only runs it. A stage that raises, hangs or takes its process with
+it is recorded by name, and the others go on.
 
 The file is written after each stage:
 
@@ -26,20 +27,24 @@ The file is written after each stage:
                   what else the check found. For gate_pack the error is a number
                   of wrong numbers, for the gathered kernels the largest error
                   over what rounding explains, for the op the rms of the error
-                  over that of y
+                  over that of y, for its gradients the largest ratio of an
+                  array's error to its limit
       a timing    status DONE, or FAIL if the results of contenders differ;
                   tokens, active, rates (as asked for); active_of_a_token (as
                   measured); hot_neurons and hot_share (of activations);
                   gathered_of_a_token and overflowed tokens, of row-gathered
-                  and of hot/cold; differences (rms from the dense y); configs
-                  of kernels;
+                  and of hot/cold; differences (rms from the dense y, and of
+                  training by array); configs of kernels;
                   contenders, each by name with
                     median_ms and quartiles_ms of a call; layers of a call and
                     ms_per_layer; tflop_per_s of dense products; and
                     gathered_tb_per_s, the bytes of gathered rows over the time
                     of the whole call; ratio_to_dense, the time of the fastest
-                    dense contender over its own (null in a dry run); kernels,
-                    instructions of the program that are launched
+                    dense contender over its own (null in a dry run), in the
+                    parts of training that of one dense product of nine;
+                    kernels, instructions of the program that are launched;
+                    temporary_bytes, what it needs beside its arguments and
+                    results
       any         status ERROR (it raised), HUNG or DIED (its process did), and
                   a message
     targets     stage, contender, at_least; measured, and a verdict: met,

@@ -5,8 +5,9 @@ r"""Compiles every kernel for an H200, without one, and says how it came out.
 
 Prints registers, spills, shared memory and ptxas' notes of each kernel at the
 shapes of a layer, whether it has the instructions that it is made of, and what
-gate_pack's epilogue costs; then the limits, and what misses them. With --output
-it writes the same to OUTPUT.md and OUTPUT.json. The last line is JSON.
+gate_pack's epilogue costs; then the limits, and what misses them. The kernels
+of training are compiled at as many tokens as a step has. With --output it
+writes the same to OUTPUT.md and OUTPUT.json. The last line is JSON.
 
 The exit status is 1 if a limit is missed. One miss is reported without it: the
 epilogue's share at a small K, where the main loop is short and packing is not.
@@ -35,6 +36,7 @@ from experiments.compiled_kernels import (
 )
 from experiments.kernel_shapes import (
   ACTIVE_SHARE,
+  MIN_TRAINING_TOKENS,
   SHAPES,
   Shape,
   parse_shapes,
@@ -72,6 +74,23 @@ loop: clocks of the tensor cores for the tile, tile_m · tile_n · K / 2048, at
 issue slots of a scheduler that packing takes, if nothing overlapped. Per row:
 PTX instructions that a thread issues in a step, over the rows gathered in it.
 In flight: bytes of the rows that the blocks of a multiprocessor load in a step.
+"""
+
+_LAYER = f"""\
+## What a gated layer runs
+
+| pass | kernels |
+|---|---|
+| inference | gate_pack; gathered_up_down: u and Y of one sweep over a token |
+| training, forward | gate_pack: P; sddmm: R, kept with P; gathered_down: Y |
+| training, backward, by neuron | sddmm_spmm: dT and dWd, of one gather of dY;\
+ spmm_two_values: dWu and dWg, of one gather of x |
+| training, backward, by token | spmm_two_matrices: dX |
+
+Six gathered rows an entry in training: forward one of Wu and one of Wd,
+backward one of dY, one of x, one of Wu and one of Wg. Each kernel that makes a
+sum can add to one it is given (+ y0), as that of hot neurons. Kernels of
+training are compiled from {MIN_TRAINING_TOKENS} tokens on.
 """
 
 
@@ -138,9 +157,8 @@ def summary(report: Sequence[Row]) -> dict[str, Any]:
     "epilogue_share_at_k": {str(k): shares[k] for k in sorted(shares)},
     "max_registers": {
       "gate_pack": max(row.stats.registers for row in packs),
-      "gathered": max(
-        row.stats.registers for row in report if isinstance(row, GatheredRow)
-      ),
+      "gathered": _max_registers(report, of_training=False),
+      "of_training": _max_registers(report, of_training=True),
     },
     "max_shared_memory_bytes": max(
       row.stats.shared_memory_bytes for row in report
@@ -150,6 +168,18 @@ def summary(report: Sequence[Row]) -> dict[str, Any]:
     "shapes": len({row.shape for row in report}),
     "kernels": len(report),
   }
+
+
+def _max_registers(report: Sequence[Row], *, of_training: bool) -> int | None:
+  """Of the gathered kernels of either kind; None if there are none."""
+  return max(
+    (
+      row.stats.registers
+      for row in report
+      if isinstance(row, GatheredRow) and row.of_training == of_training
+    ),
+    default=None,
+  )
 
 
 def markdown(report: Sequence[Row]) -> list[str]:
@@ -168,14 +198,14 @@ def markdown(report: Sequence[Row]) -> list[str]:
     "",
     "## Gathered products",
     "",
-    "| tokens x d_model x d_ff | kernel | rows a step, segment | registers |"
-    " spills | KiB | load | per row | blocks per SM | in flight |",
-    "|---|---|---|---|---|---|---|---|---|---|",
-    *(
-      _gathered_line(row) for row in report if not isinstance(row, GatePackRow)
-    ),
+    *_gathered_table(report, of_training=False),
+    "",
+    "## Gathered products of training",
+    "",
+    *_gathered_table(report, of_training=True),
     "",
     _EXPLANATION,
+    _LAYER,
     "## Limits",
     "",
     "| limit | | missed by |",
@@ -204,6 +234,25 @@ def _gate_pack_line(row: GatePackRow) -> str:
     f" {row.tma} | {_redistribution(row)} | {row.epilogue_instructions:.0f} |"
     f" {row.main_loop_clocks:.0f} | {row.epilogue_share:.1%} |"
   )
+
+
+def _gathered_table(
+  report: Sequence[Row], *, of_training: bool
+) -> Iterator[str]:
+  lines = [
+    _gathered_line(row)
+    for row in report
+    if row.of_training == of_training and not isinstance(row, GatePackRow)
+  ]
+  if not lines:
+    yield "None at these shapes."
+    return
+  yield (
+    "| tokens x d_model x d_ff | kernel | rows a step, segment | registers |"
+    " spills | KiB | load | per row | blocks per SM | in flight |"
+  )
+  yield "|---|---|---|---|---|---|---|---|---|---|"
+  yield from lines
 
 
 def _gathered_line(row: Row) -> str:

@@ -25,6 +25,9 @@ SHAPES = (
   Shape(64, 2048, 5632),
 )
 
+# At fewer tokens nothing is trained.
+MIN_TRAINING_TOKENS = 512
+
 # Active neurons of all: 30 of the published layer's 5632.
 ACTIVE_SHARE = 30 / 5632
 

@@ -1,7 +1,6 @@
-r"""Peak memory of a training step on H200s, dense against sparse, without one.
+"""Peak memory of a training step on H200s, dense against sparse, without one.
 
-    python -m experiments.memory_report --size=1p5b --devices=8 \
-        --remat=attention --cross_entropy=chunked
+    python -m experiments.memory_report --size=1p5b --remat=attention
 
 Compiles the real step (model, optimizer, one micro-batch, bfloat16 computation
 with float32 parameters, FSDP over the devices) and prints what XLA's buffer
@@ -10,16 +9,23 @@ assignment says of one device:
     arguments     what the step is given and gives back in the same memory:
                   parameters, the optimizer's moments, the batch
     temporaries   all else at the peak; of these, by the shapes in their slots,
-      kept          activations of all layers, from the forward to the backward
-                    pass
+      residuals     activations of all layers, kept from the forward to the
+                    backward pass
       gradients     of the parameters of all layers
 
 A slot holds several arrays, one after the other, and is counted with what it
-keeps longest. "FFN keeps" is what the layer's own backward pass asks for, from
-its shapes: the dense baseline keeps what autodiff asks for and has no figure.
+keeps longest. "FFN residuals" are those of all FFNs besides their inputs and
+parameters: what autodiff of the layer alone, under the policy of --remat, asks
+to be kept.
 
-The dense side is --dense: "silu", the baseline by autodiff, or "reference", the
-ReLU layer that keeps nothing but z and u. The sparse side is --implementation.
+The sparse side is --implementation. The dense side is --dense:
+
+    silu            the baseline, by autodiff
+    silu_recompute  the baseline, which keeps nothing but the FFN's input and
+                    multiplies by gate and up again in the backward pass
+    reference       the ReLU layer, whose own backward pass needs only z and u
+
+Both have the same --remat, --attention and --cross_entropy.
 
 Only sizes are computed here, nothing is run, and nothing is said about time. It
 needs the CUDA compiler (`make setup-aot`), but no GPU; cuDNN's and cuBLAS'
@@ -34,22 +40,32 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import PyTree
 
 from experiments import environment
 from pallas_kernels import aot
 from twell_jax import nn, training
-from twell_jax.nn.config import CROSS_ENTROPIES, REMAT_POLICIES
+from twell_jax.nn.config import ATTENTIONS, CROSS_ENTROPIES, REMAT_POLICIES
+from twell_jax.nn.transformer import remat_policy
 from twell_jax.ops import IMPLEMENTATIONS
 from twell_jax.training.sharding import MESH_AXES, batch_sharding
 
-DENSE = ("silu", "reference")
+# Fields of `TransformerConfig` by name of the dense layer.
+DENSE: Mapping[str, dict[str, Any]] = MappingProxyType(
+  {
+    "silu": {"activation": "silu"},
+    "silu_recompute": {"activation": "silu", "ffn_residuals": "recomputed"},
+    "reference": {"implementation": "reference"},
+  }
+)
 _GIBIBYTE = 2**30
 
 
@@ -61,18 +77,19 @@ class Memory(NamedTuple):
     parameters: As stored.
     optimizer: The optimizer's state.
     temporaries: What the peak has beyond the arguments.
-    kept: Of the temporaries, activations of all layers.
+    residuals: Of the temporaries, activations of all layers.
     gradients: Of the temporaries, gradients of all layers' parameters.
-    ffn_keeps: What the FFNs keep for their backward passes.
+    ffn_residuals: What the FFNs keep for their backward passes besides their
+      inputs and parameters.
   """
 
   peak: int
   parameters: int
   optimizer: int
   temporaries: int
-  kept: int
+  residuals: int
   gradients: int
-  ffn_keeps: int | None
+  ffn_residuals: int
 
 
 def measure(
@@ -150,9 +167,10 @@ def measure(
     temporaries=(
       analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes
     ),
-    kept=stacked["kept"],
+    residuals=stacked["residuals"],
     gradients=stacked["gradients"],
-    ffn_keeps=_ffn_keeps(config, tokens_per_device, mesh),
+    ffn_residuals=config.num_layers
+    * _ffn_residuals(config, tokens_per_device, mesh),
   )
 
 
@@ -207,7 +225,7 @@ def _stacked(
   for slot in slots:
     ranks = [shape for shape in slot.shapes if shape[1][:1] == (layers,)]
     if any(shape[1:2] and shape[1] in tokens for _, shape in ranks):
-      found["kept"] += slot.size
+      found["residuals"] += slot.size
     elif any(dtype == "f32" and len(shape) > 2 for dtype, shape in ranks):
       found["gradients"] += slot.size
   return found
@@ -221,52 +239,64 @@ def _bytes_of_device(tree: PyTree[jax.ShapeDtypeStruct]) -> int:
   )
 
 
-def _ffn_keeps(
+def _ffn_residuals(
   config: nn.TransformerConfig, tokens: int, mesh: jax.sharding.Mesh
-) -> int | None:
-  """What the layer's implementation asks to be kept, for all layers."""
-  if config.activation != "relu" or config.implementation is None:
-    return None
-  if config.remat == "layer":
-    return 0
-  implementation = IMPLEMENTATIONS[config.implementation]
+) -> int:
+  """Bytes that one FFN keeps for a device's tokens."""
 
-  def kept(x, gate, up, down):
-    return implementation.forward_with_residuals(
-      x, gate, up, down, hot_neurons=config.hot_neurons
-    ).kept
+  def layer() -> nn.SparseFFN:
+    return nn.SparseFFN(
+      config.d_model,
+      config.d_ff,
+      gated=config.gated,
+      activation=config.activation,
+      implementation=config.implementation,
+      **config.choices._asdict(),
+      dtype=jnp.dtype(config.dtype),
+      param_dtype=jnp.dtype(config.dtype),
+      rngs=nnx.Rngs(0),
+    )
 
-  dtype = jnp.dtype(config.dtype)
+  graphdef, params = nnx.split(nnx.eval_shape(layer))
+
+  def run(params, x):
+    return nnx.merge(graphdef, params)(x)
+
+  if config.remat != "none" or config.ffn_residuals == "recomputed":
+    run = jax.checkpoint(run, policy=remat_policy(config))
+  # On the mesh, for which the kernels are chosen.
   everywhere = jax.NamedSharding(mesh, jax.P())
-  x = jax.ShapeDtypeStruct((tokens, config.d_model), dtype, sharding=everywhere)
-  matrix = jax.ShapeDtypeStruct(
-    (config.d_ff, config.d_model), dtype, sharding=everywhere
+  inputs = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(
+      leaf.shape, jnp.dtype(config.dtype), sharding=everywhere
+    ),
+    (params, jax.ShapeDtypeStruct((tokens, config.d_model), jnp.float32)),
   )
-  up = matrix if config.gated else None
-  leaves = jax.tree.leaves(jax.eval_shape(kept, x, matrix, up, matrix))
-  return config.num_layers * sum(
-    leaf.size * leaf.dtype.itemsize for leaf in leaves
+  kept = jax.eval_shape(lambda *inputs: jax.vjp(run, *inputs)[1], *inputs)
+  shapes_of_inputs = {leaf.shape for leaf in jax.tree.leaves(inputs)}
+  return sum(
+    leaf.size * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(kept)
+    if leaf.shape not in shapes_of_inputs
   )
 
 
 def table(sides: dict[str, Memory]) -> list[str]:
   """A line for each figure, a column for each side."""
-
-  def cell(value: int | None) -> str:
-    return "" if value is None else f"{value / _GIBIBYTE:.2f}"
-
   names = {
     "peak": "peak",
     "parameters": "parameters",
     "optimizer": "optimizer",
     "temporaries": "temporaries",
-    "kept": "  kept",
+    "residuals": "  residuals",
     "gradients": "  gradients",
-    "ffn_keeps": "FFN keeps",
+    "ffn_residuals": "FFN residuals",
   }
   rows = [["GiB per device", *sides]]
   for field, name in names.items():
-    cells = [cell(getattr(memory, field)) for memory in sides.values()]
+    cells = [
+      f"{getattr(memory, field) / _GIBIBYTE:.2f}" for memory in sides.values()
+    ]
     rows.append([name, *cells])
   width = max(len(cell) for row in rows for cell in row[1:])
   return [
@@ -279,23 +309,19 @@ def run(options: argparse.Namespace) -> int:
   """Compiles both sides and prints; returns the exit status."""
   overrides: dict[str, Any] = {
     "remat": options.remat,
+    "attention": options.attention,
     "cross_entropy": options.cross_entropy,
     "cross_entropy_chunk": options.cross_entropy_chunk,
   }
   if options.layers is not None:
     overrides["num_layers"] = options.layers
-  dense: dict[str, Any] = (
-    {"activation": "silu"}
-    if options.dense == "silu"
-    else {"implementation": options.dense}
-  )
   sparse = {"implementation": options.implementation}
   sides = {}
   for name, choice in (
-    (f"dense ({options.dense})", dense),
+    (f"dense ({options.dense})", DENSE[options.dense]),
     (f"sparse ({options.implementation})", sparse),
   ):
-    config = nn.paper_config(options.size, **overrides, **choice)
+    config = nn.paper_config(options.size, **(overrides | choice))
     print(f"compiling {name}", file=sys.stderr, flush=True)
     sides[name] = measure(
       config,
@@ -331,11 +357,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
   parser.add_argument("--tokens_per_device", type=int, default=16384)
   parser.add_argument("--seq_len", type=int, default=2048)
   parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")
+  parser.add_argument("--attention", choices=ATTENTIONS, default="cudnn")
   parser.add_argument(
-    "--cross_entropy", choices=CROSS_ENTROPIES, default="full"
+    "--cross_entropy", choices=CROSS_ENTROPIES, default="chunked"
   )
   parser.add_argument("--cross_entropy_chunk", type=int, default=2048)
-  parser.add_argument("--dense", choices=DENSE, default="silu")
+  parser.add_argument("--dense", choices=tuple(DENSE), default="silu")
   parser.add_argument(
     "--implementation", choices=tuple(IMPLEMENTATIONS), default="mosaic"
   )

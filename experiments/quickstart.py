@@ -4,11 +4,15 @@
     python -m experiments.quickstart --workdir=DIR
 
 The twin is the same model without L1, computed densely: same seed, data and
-steps. DIR/report.md has the figures and plots, DIR/report.json the figures. An
+steps. The first steps of the sparse model are made again by the reference
+implementation, which must have the same losses (reference_losses.py).
+
+DIR/report.md has the figures and plots, DIR/report.json the figures. An
 interrupted quickstart continues when it is started again.
 """
 
 import json
+import math
 import pathlib
 import shlex
 import sys
@@ -23,9 +27,17 @@ from flax import nnx
 from jaxtyping import Array, Int32
 from ml_collections import ConfigDict
 
-from experiments import cli, environment, report, train, trained_ffn
+from experiments import (
+  cli,
+  environment,
+  reference_losses,
+  report,
+  train,
+  trained_ffn,
+)
 from twell_jax import training
-from twell_jax.nn import TransformerLM, num_parameters
+from twell_jax.nn import Partitioning, TransformerLM, num_parameters
+from twell_jax.ops import xla
 from twell_jax.training.sharding import HostBatch
 
 
@@ -102,6 +114,12 @@ def _check(configs: Mapping[str, ConfigDict], workdir: pathlib.Path) -> None:
   for config in configs.values():
     train.model_config(config)
     train.train_options(config)
+  again = min(flags.FLAGS.reference_steps, sparse.steps)
+  if again < min(sparse.log_every_steps, sparse.steps):
+    raise ValueError(
+      f"reference_steps = {again} has no step whose loss is logged: raise it to"
+      f" log_every_steps = {sparse.log_every_steps} or more"
+    )
   tokens = train.load_data(sparse, workdir).num_held_out_tokens
   if flags.FLAGS.prefill_tokens > tokens:
     raise ValueError(
@@ -109,6 +127,47 @@ def _check(configs: Mapping[str, ConfigDict], workdir: pathlib.Path) -> None:
       f" {tokens} tokens of held-out text: lower it or raise"
       " data.held_out_fraction"
     )
+
+
+def _compare_with_reference(
+  config: ConfigDict, sparse: train.Run, workdir: pathlib.Path
+) -> reference_losses.Comparison:
+  """Makes the sparse model's first steps again, with dense layers."""
+  comparison = reference_losses.compare(
+    training.read_metrics(workdir, kind="train"),
+    reference_losses.reference_losses(
+      train.model_config(config),
+      train.train_options(config),
+      mesh=training.make_mesh(**config.mesh),
+      batches=iter(sparse.data.train),
+      steps=flags.FLAGS.reference_steps,
+    ),
+  )
+  reference_losses.check(comparison, tolerance=flags.FLAGS.reference_tolerance)
+  return comparison
+
+
+def _dense_above(config: ConfigDict) -> float | None:
+  """Share of active neurons above which a layer of this run is dense.
+
+  None if that depends on more than the number of active neurons, or on another
+  implementation than the platform's.
+  """
+  model = train.model_config(config)
+  if model.implementation not in (None, "xla") or model.hot_neurons:
+    return None
+  if model.dense_above is not None:
+    return min(model.dense_above, 1.0)
+  mesh = training.make_mesh(**config.mesh)
+  batch_axes = Partitioning(mesh).batch_axes
+  calls = config.accumulation_steps * math.prod(
+    mesh.shape[axis] for axis in batch_axes
+  )
+  return xla.sparse_share(
+    config.data.batch_size * config.data.seq_len // calls,
+    model.d_model,
+    jnp.dtype(model.dtype).itemsize,
+  )
 
 
 def _speeds(
@@ -163,6 +222,8 @@ def main() -> int:
       print("saved; the same command continues from here")
       return 130
   sparse = runs["sparse"]
+  print("comparing the sparse model with the reference", flush=True)
+  comparison = _compare_with_reference(config, sparse, workdir / "sparse")
   print("evaluating and timing", flush=True)
   models = {
     name: trained_ffn.unsharded(
@@ -170,7 +231,15 @@ def main() -> int:
     )
     for name, run in runs.items()
   }
+  records = {name: training.read_metrics(workdir / name) for name in runs}
   figures = {
+    "reference_losses": comparison._asdict()
+    | {
+      "compared": [losses._asdict() for losses in comparison.compared],
+      "tolerance": flags.FLAGS.reference_tolerance,
+    },
+    "dense_above": _dense_above(config),
+    "sparse_from_step": report.sparse_from_step(records["sparse"]),
     "held_out_loss": {
       name: training.evaluate(
         run.result.model, run.result.state.params, run.held_out
@@ -207,14 +276,7 @@ def main() -> int:
     **environment.describe(),
   }
   (workdir / "report.json").write_text(json.dumps(figures, indent=2) + "\n")
-  path = report.write(
-    figures,
-    records={
-      name: training.read_metrics(workdir / name)
-      for name in ("sparse", "dense")
-    },
-    directory=workdir,
-  )
+  path = report.write(figures, records=records, directory=workdir)
   print(path.read_text())
   print(f"the report with its plots: {path}")
   return 0
@@ -228,6 +290,19 @@ if __name__ == "__main__":
   )
   flags.DEFINE_float(
     "min_seconds", 3.0, "How long to time each figure.", lower_bound=0.0
+  )
+  flags.DEFINE_integer(
+    "reference_steps",
+    100,
+    "First steps to make again by the reference implementation, if there are so"
+    " many.",
+    lower_bound=1,
+  )
+  flags.DEFINE_float(
+    "reference_tolerance",
+    1e-3,
+    "Relative difference of their losses at which the quickstart fails.",
+    lower_bound=0.0,
   )
   flags.mark_flag_as_required("workdir")
   cli.run(main)

@@ -26,7 +26,7 @@ def write(
   """Writes report.md and its plots.
 
   Args:
-    figures: What experiments/quickstart.py measured.
+    figures: What experiments/quickstart.py measured, and `sparse_from_step`.
     records: The metrics of the sparse and of the dense run.
     directory: Where to write.
 
@@ -34,7 +34,7 @@ def write(
     The path of report.md.
   """
   plots = {
-    "loss.png": _plot_loss(records),
+    "loss.png": _plot_loss(records, figures),
     "activity.png": _plot_activity(records["sparse"], figures),
     "layers.png": _plot_layers(figures),
     "speed.png": _plot_speed(figures),
@@ -58,6 +58,29 @@ def loss_increase(figures: Mapping[str, Any]) -> float:
   """Held-out loss of the sparse model over that of its twin, minus 1."""
   losses = figures["held_out_loss"]
   return losses["sparse"] / losses["dense"] - 1
+
+
+def sparse_from_step(
+  records: Sequence[Mapping[str, Any]],
+) -> list[int | None]:
+  """Since which step each layer has been computed by sparse products.
+
+  Args:
+    records: The metrics of a run.
+
+  Returns:
+    For each layer the first logged step after the last one that was computed by
+    dense products for all tokens; None if that is the last one logged.
+  """
+  train = _of_kind(records, "train")
+  sparse_since: list[int | None] = [None] * len(train[0]["dense_fraction"])
+  for record in train:
+    for layer, dense_fraction in enumerate(record["dense_fraction"]):
+      if dense_fraction == 1:
+        sparse_since[layer] = None
+      elif sparse_since[layer] is None:
+        sparse_since[layer] = record["step"]
+  return sparse_since
 
 
 def _markdown(figures: Mapping[str, Any]) -> str:
@@ -92,6 +115,8 @@ def _markdown(figures: Mapping[str, Any]) -> str:
     f" {figures['held_out_tokens']:,} tokens of documents that neither saw"
     f" ({figures['held_out_bytes_per_token']:.2f} bytes per token).",
     "",
+    _reference_sentence(figures),
+    "",
     "![loss](loss.png)",
     "",
     "## Activity on held-out text",
@@ -109,9 +134,13 @@ def _markdown(figures: Mapping[str, Any]) -> str:
       )
     ),
     "",
-    "![activity during training](activity.png)",
-    "",
     "![activity of the layers](layers.png)",
+    "",
+    "## From dense to sparse products",
+    "",
+    *_switch(figures),
+    "",
+    "![activity during training](activity.png)",
     "",
     "## Speed of the trained sparse model",
     "",
@@ -138,6 +167,40 @@ def _markdown(figures: Mapping[str, Any]) -> str:
   return "\n".join(lines)
 
 
+def _reference_sentence(figures: Mapping[str, Any]) -> str:
+  reference = figures["reference_losses"]
+  compared = len(reference["compared"])
+  return (
+    f"The sparse model's losses are the reference implementation's: its first"
+    f" {reference['steps']} steps were made again with dense layers, and at"
+    f" {compared} logged step{'s'[: compared > 1]} of them loss and cross"
+    " entropy differ by at most"
+    f" {reference['largest_relative_difference']:.1e}, relatively (rounding"
+    f" explains {reference['tolerance']:.0e})."
+  )
+
+
+def _switch(figures: Mapping[str, Any]) -> list[str]:
+  """Since when which layer has been sparse, and what decides it."""
+  config, share = figures["config"], figures["dense_above"]
+  rule = "is more than the implementation computes by sparse products"
+  if share is not None:
+    limit = share * config["model"]["d_ff"]
+    rule = f"is above {share:.1%} of the neurons, {limit:.0f} of them"
+  steps = figures["sparse_from_step"]
+  layers = [f"layer {layer}" for layer in range(len(steps))]
+  cells = ["never" if step is None else str(step) for step in steps]
+  return [
+    "While the sparse model trains, a layer is computed by dense products as"
+    f" long as the mean number of active neurons {rule}. The device decides it"
+    " in every step.",
+    "",
+    f"| | {' | '.join(layers)} |",
+    f"|---{'|---' * len(layers)}|",
+    f"| sparse products at all logged steps since | {' | '.join(cells)} |",
+  ]
+
+
 def _mean_active(figures: Mapping[str, Any], name: str) -> float:
   return float(np.mean([layer["mean"] for layer in figures["activity"][name]]))
 
@@ -156,7 +219,7 @@ def _axes(title: str, xlabel: str, ylabel: str) -> tuple[plt.Figure, plt.Axes]:
   return figure, axes
 
 
-def _plot_loss(records: Records) -> plt.Figure:
+def _plot_loss(records: Records, figures: Mapping[str, Any]) -> plt.Figure:
   figure, axes = _axes("Loss", "step", "cross entropy, nats per token")
   for name, run in records.items():
     steps = [record["step"] for record in _of_kind(run, "train")]
@@ -173,6 +236,13 @@ def _plot_loss(records: Records) -> plt.Figure:
       markersize=4,
       label=f"{name}, held-out",
     )
+  compared = figures["reference_losses"]["compared"]
+  axes.plot(
+    [losses["step"] for losses in compared],
+    [losses["cross_entropy"] for losses in compared],
+    "k+",
+    label="sparse, training by the reference",
+  )
   axes.legend(frameon=False)
   return figure
 
@@ -193,8 +263,29 @@ def _plot_activity(
     p95 = [record["active_p95"][layer] for record in train]
     axes.plot(steps, mean, color=colour, label=f"layer {layer}: mean")
     axes.plot(steps, p95, ":", color=colour, label="95th percentile")
+    since = figures["sparse_from_step"][layer]
+    if since is not None:
+      axes.plot(
+        since,
+        mean[steps.index(since)],
+        "o",
+        color=colour,
+        markeredgecolor="black",
+        label=f"sparse products since step {since}",
+      )
   axes.set_yscale("log")
-  axes.legend(frameon=False, fontsize=8, ncols=2)
+  if figures["dense_above"] is not None:
+    axes.axhline(
+      figures["dense_above"] * figures["config"]["model"]["d_ff"],
+      color="grey",
+      linestyle="--",
+      linewidth=1,
+      label="dense products above",
+    )
+  # Beside the axes, where it covers no curve.
+  axes.legend(
+    frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1)
+  )
   return figure
 
 

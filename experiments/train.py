@@ -34,8 +34,11 @@ class Run(NamedTuple):
 def model_config(config: ConfigDict) -> nn.TransformerConfig:
   """The model that a config asks for, checked."""
   fields = dict(config.model)
-  for name in ("head_dim", "implementation"):  # 0 and "" leave the choice
+  # 0, "" and −1 leave the choice; a share of 0 is one.
+  for name in ("head_dim", "implementation", "ell_width"):
     fields[name] = fields[name] or None
+  if fields["dense_above"] == -1:
+    fields["dense_above"] = None
   return nn.TransformerConfig(**fields)
 
 
@@ -52,6 +55,7 @@ def train_options(config: ConfigDict) -> training.TrainOptions:
     eval_batches=config.eval.batches,
     checkpoint_every_steps=config.checkpoint.every_steps,
     keep_checkpoints=config.checkpoint.keep,
+    reorder_neurons_every_steps=config.reorder_neurons_every_steps,
   )
 
 

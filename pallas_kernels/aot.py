@@ -2,14 +2,15 @@
 
 XLA's CUDA compiler runs without a device when it is told what the device is.
 What it needs is the `aot` extra: the CUDA plugin of the installed jax version,
-ptxas and libdevice. Interpreting a kernel shows neither whether it compiles nor
-its registers and spills; this does.
+ptxas, libdevice, and cuDNN for programs that call it. Interpreting a kernel
+shows neither whether it compiles nor its registers and spills; this does.
 
 The compiler writes what it made to files (MOSAIC_GPU_DUMP_TO), which are read
 here: the PTX, ptxas' report, and the launch with its shared memory.
 """
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -100,7 +102,9 @@ class Compiled(NamedTuple):
 
 
 def find_compiler() -> None:
-  """Makes the CUDA compiler plugin importable; before JAX is first used.
+  """Makes the CUDA compiler plugin importable, with the cuDNN beside it.
+
+  To be called before JAX is first used.
 
   Raises:
     ValueError: It is not installed.
@@ -113,6 +117,12 @@ def find_compiler() -> None:
     raise ValueError(
       "the CUDA compiler is not installed: `make setup-aot` puts it apart in"
       " .venv, `pip install '.[aot]'` into the environment"
+    )
+  # JAX looks for cuDNN's version in the plugin once, when it is imported, and
+  # takes a plugin that is put on the path later for one without cuDNN.
+  if fused_attention_stablehlo.cuda_versions is None:
+    fused_attention_stablehlo.cuda_versions = importlib.import_module(
+      "jax_cuda13_plugin._versions"
     )
 
 

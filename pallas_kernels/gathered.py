@@ -44,6 +44,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels import rows, segments_kernel, spmm, target
@@ -168,8 +169,9 @@ def gathered_down(
   work: Work,
   config: GatherConfig,
   y0: BFloat16[Array, "m k"] | Float32[Array, "m k"] | None = None,
+  dtype: DTypeLike = jnp.bfloat16,
   interpret: plgpu.InterpretGPUParams | None = None,
-) -> BFloat16[Array, "m k"]:
+) -> Array:
   """y[m] = y0[m] + Σ v down[c], over m's entries: a sparse matrix times down.
 
   Args:
@@ -182,6 +184,7 @@ def gathered_down(
       out for want of room are left unwritten.
     config: How many entries a step takes.
     y0: What to add to, before the sum is rounded; zeros by default.
+    dtype: That of y, bfloat16 (rounded once) or float32.
     interpret: How to interpret the kernels on CPU; by default as
       `plgpu.force_gpu_interpret_mode` says.
 
@@ -195,7 +198,7 @@ def gathered_down(
     Inputs((down,), columns, (values,), work.segments, (y0,)),
     (spmm.Term(result=0, value=0, matrix=0),),
     work,
-    Outputs(m),
+    Outputs(m, dtype=dtype),
     config=config,
     name="gathered_down",
     interpret=interpret or target.interpret_params(),

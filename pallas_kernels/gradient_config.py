@@ -19,6 +19,11 @@ class Product(enum.Enum):
   SPMM_TWO_MATRICES = "spmm_two_matrices"
   SPMM_TWO_VALUES = "spmm_two_values"
 
+  @property
+  def is_by_neuron(self) -> bool:
+    """Whether rows are neurons, and tokens columns, where a layer calls it."""
+    return self in (Product.SDDMM_SPMM, Product.SPMM_TWO_VALUES)
+
 
 # The widest rows of which so many a step leave a thread at most 128 registers,
 # as compiled for sm_90a. Of rows wider than all, a step takes one.
@@ -67,3 +72,38 @@ def default_config(
     m, width, rows_per_step=rows_per_step, active=active, sm_count=sm_count
   )
   return GatherConfig(rows_per_step=rows_per_step, segment_length=length)
+
+
+def layer_config(
+  product: Product,
+  *,
+  tokens: int,
+  neurons: int,
+  k: int,
+  width: int,
+  active: float,
+  sm_count: int = target.H200.sm_count,
+) -> GatherConfig:
+  """`default_config` where a layer calls the kernel, by token or by neuron.
+
+  Args:
+    product: The kernel.
+    tokens: Of the call.
+    neurons: Of the layer.
+    k: Width of a matrix row, d_model.
+    width: Entries that one token has at most: the ELL width.
+    active: Entries that a token has on average.
+    sm_count: Streaming multiprocessors of the device.
+
+  Raises:
+    ValueError: As `default_config`; or no neurons.
+  """
+  if neurons < 1:
+    raise ValueError(f"{neurons=} must be at least 1")
+  if product.is_by_neuron:
+    m, width, active = neurons, tokens, active * tokens / neurons
+  else:
+    m = tokens
+  return default_config(
+    product, m=m, k=k, width=width, active=active, sm_count=sm_count
+  )

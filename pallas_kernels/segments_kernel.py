@@ -128,8 +128,10 @@ def call(
     body(inputs, results._replace(slots=slots), *scratch)
 
   def run(words: Inputs, split_list: Array) -> Results:
+    # Zeros that depend on the operands: JAX computes what does not ahead of a
+    # scan that is differentiated, and references cannot leave a shard_map.
     slots = tuple(
-      jax.new_ref(jnp.zeros(words.columns.shape, jnp.float32))
+      jax.new_ref((words.columns & 0).astype(jnp.float32))
       for _ in range(outputs.slots)
     )
     (results,) = plgpu.kernel(

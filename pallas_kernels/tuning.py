@@ -16,8 +16,10 @@ A table is one JSON file for a kind of device, tuned/nvidia_h200.json for an
      }
     }
 
-A shape is that of the operands before padding; only the k of the gathered
-kernels, which cannot do without, is the padded one. The config of a call is
+A shape is that of the layer, m tokens and n neurons, before padding; only the k
+of the gathered kernels, which cannot do without, is the padded one. It is the
+same for kernels that go through the entries of tokens and for those that go
+through the entries of neurons. The config of a call is
 
  1. that of the entry with its shape; or else
  2. that of the entry with the smallest m above the call's, at most four times
@@ -41,9 +43,10 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
-from pallas_kernels import gate_pack_config, gather_config
+from pallas_kernels import gate_pack_config, gather_config, gradient_config
 from pallas_kernels.gate_pack_config import GatePackConfig
 from pallas_kernels.gather_config import GatherConfig
+from pallas_kernels.gradient_config import Product
 from pallas_kernels.target import Device
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
@@ -69,10 +72,13 @@ class Kernel(NamedTuple):
   format_fields: tuple[str, ...] = ()
 
 
+_GATHERED = Kernel(GatherConfig, ("m", "n", "k", "width"))
+
 KERNELS: Mapping[str, Kernel] = {
   "gate_pack": Kernel(GatePackConfig, ("m", "n", "k"), ("tile_width", "slots")),
-  "gathered_down": Kernel(GatherConfig, ("m", "n", "k", "width")),
-  "gathered_up_down": Kernel(GatherConfig, ("m", "n", "k", "width")),
+  "gathered_down": _GATHERED,
+  "gathered_up_down": _GATHERED,
+  **{product.value: _GATHERED for product in Product},
 }
 
 
@@ -164,6 +170,45 @@ def for_gathered(
   kernel = "gathered_down" if matrices == 1 else "gathered_up_down"
   shape = {"m": m, "n": n, "k": k, "width": width}
   config = _tuned(kernel, device, shape, default)
+  assert isinstance(config, GatherConfig)
+  return config
+
+
+def for_gradient(
+  device: Device,
+  product: Product,
+  m: int,
+  n: int,
+  k: int,
+  width: int,
+  *,
+  active: float | None = None,
+) -> GatherConfig:
+  """The config of a gathered kernel of training.
+
+  Args:
+    device: What it runs on.
+    product: The kernel; it says itself whether its rows are tokens or neurons.
+    m: Tokens.
+    n: Neurons.
+    k: Width of a matrix row, padded.
+    width: Entries that a token has at most, such as the ELL width.
+    active: Entries that a token has on average; a quarter of width by default.
+
+  Raises:
+    ValueError: As `gradient_config.layer_config`; or a malformed table.
+  """
+  default = gradient_config.layer_config(
+    product,
+    tokens=m,
+    neurons=n,
+    k=k,
+    width=width,
+    active=width / 4 if active is None else active,
+    sm_count=device.sm_count,
+  )
+  shape = {"m": m, "n": n, "k": k, "width": width}
+  config = _tuned(product.value, device, shape, default)
   assert isinstance(config, GatherConfig)
   return config
 

@@ -1,4 +1,4 @@
-"""What the checks share: running twice, and a check's result."""
+"""What the checks share: running twice, errors, and a check's result."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from twell_jax.formats.bits import to_bits
 
@@ -71,4 +72,69 @@ def in_float32(
     a.astype(jnp.float32),
     b.astype(jnp.float32),
     precision=lax.Precision.HIGHEST,
+  )
+
+
+def rounding_limit(
+  value: Float[Array, "*shape"],
+  size: Float[Array, "*shape"],
+  dtype: DTypeLike = jnp.bfloat16,
+) -> Float[Array, "*shape"]:
+  """How far off a float32 sum may be that was rounded to dtype.
+
+  Args:
+    value: What it should be.
+    size: The sum of the absolute values of its terms.
+    dtype: Of the result.
+  """
+  # Half a unit in the last place of the result, and a few units of float32.
+  rounding = 2**-8 if dtype == jnp.bfloat16 else 0
+  return rounding * jnp.abs(value) + 2**-18 * size + 1e-30
+
+
+# A result of a layer may have this many times the dense layer's error, and a
+# unit in the last place in any case. The largest of many errors is about 4
+# times the rms.
+_FACTOR = 1.5
+UNIT = float(jnp.finfo(jnp.bfloat16).eps)
+_LARGEST_OVER_RMS = 4
+
+
+class Errors(NamedTuple):
+  """Errors of many numbers, relative to the exact ones.
+
+  Attributes:
+    rms: Root mean square of the errors over that of the numbers.
+    largest: The largest error over the largest number.
+  """
+
+  rms: Float32[Array, ""]
+  largest: Float32[Array, ""]
+
+
+def errors_of(
+  actual: Float[Array, "*shape"],
+  exact: Float32[Array, "*shape"],
+  where: Bool[Array, "*#shape"],
+) -> Errors:
+  """Errors of the numbers that are asked for."""
+  exact = jnp.where(where, exact, 0)
+  error = jnp.where(where, actual.astype(jnp.float32) - exact, 0)
+  rms = jnp.sqrt(jnp.mean(error**2)) / (jnp.sqrt(jnp.mean(exact**2)) + 1e-30)
+  largest = jnp.max(jnp.abs(error)) / (jnp.max(jnp.abs(exact)) + 1e-30)
+  return Errors(rms, largest)
+
+
+class Limits(NamedTuple):
+  """What errors may be."""
+
+  rms: float
+  largest: float
+
+
+def limits_of(dense: Errors) -> Limits:
+  """What is allowed, given the errors of the dense layer in bfloat16."""
+  return Limits(
+    max(_FACTOR * float(dense.rms), UNIT),
+    max(_FACTOR * float(dense.largest), _LARGEST_OVER_RMS * UNIT),
   )

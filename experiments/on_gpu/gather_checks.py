@@ -14,7 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Bool, Float32
 
 from experiments.on_gpu import inputs, plan
-from experiments.on_gpu.compare import in_float32, outcome, run_twice
+from experiments.on_gpu.compare import (
+  in_float32,
+  outcome,
+  rounding_limit,
+  run_twice,
+)
 from experiments.on_gpu.worker import Stage
 from pallas_kernels import gather_config, gathered, target, work_list
 
@@ -139,6 +144,20 @@ def _kernel(segments: str) -> Callable[..., Any]:
   return function
 
 
+def scattered(
+  entries: inputs.Entries,
+  values: Float32[Array, "rows width"],
+  columns: int,
+) -> Float32[Array, "rows columns"]:
+  """Values of the entries as a dense matrix."""
+  rows, width = values.shape
+  used = jnp.arange(width)[None] < entries.counts[:, None]
+  # Out of range where there is no entry.
+  place = jnp.where(used, entries.columns, columns)
+  dense = jnp.zeros((rows, columns), jnp.float32)
+  return dense.at[jnp.arange(rows)[:, None], place].set(values, mode="drop")
+
+
 class _Errors(NamedTuple):
   """Errors of a result.
 
@@ -159,13 +178,7 @@ def _errors(
 ) -> _Errors:
   """Compares with dense products of the entries, scattered."""
   x, up, down, y0 = operands
-  tokens, width = entries.values.shape
-  used = jnp.arange(width)[None] < entries.counts[:, None]
-  # Out of range where there is no entry.
-  columns = jnp.where(used, entries.columns, down.shape[0])
-  h = jnp.zeros((tokens, down.shape[0]), jnp.float32)
-  row = jnp.arange(tokens)[:, None]
-  h = h.at[row, columns].set(entries.values, mode="drop")
+  h = scattered(entries, entries.values, down.shape[0])
   size = jnp.abs(h)
   if x is not None and up is not None:
     h = jnp.where(h == 0, 0, h * in_float32(x, up.T))
@@ -175,9 +188,7 @@ def _errors(
   start = jnp.zeros((1, 1)) if y0 is None else y0.astype(jnp.float32)
   y = in_float32(h, down) + start
   size = in_float32(size, jnp.abs(down)) + jnp.abs(start)
-  # Half a unit in the last place of bfloat16, and the sums of absolute values
-  # times a few units of float32.
-  limit = 2**-8 * jnp.abs(y) + 2**-18 * size + 1e-30
+  limit = rounding_limit(y, size)
   finite = jnp.isfinite(actual.y)
   error = jnp.abs(jnp.where(finite, actual.y.astype(jnp.float32), y) - y)
   l1 = jnp.sum(jnp.abs(h))

@@ -101,6 +101,7 @@ def measure(
       ),
       "ratio_to_dense": None if is_dry else dense_ms / ms[0],
       "kernels": _count_kernels(compiled(contenders[name])),
+      "temporary_bytes": _temporary_bytes(compiled(contenders[name])),
     }
     for name, ms in per_call.items()
   }
@@ -114,3 +115,9 @@ def _start_all(timed: Timed) -> Callable[[], Any]:
 def _count_kernels(executable: jax.stages.Compiled) -> int | None:
   text = executable.as_text()
   return None if text is None else len(_KERNEL.findall(text))
+
+
+def _temporary_bytes(executable: jax.stages.Compiled) -> int | None:
+  """What XLA's buffer assignment needs beside arguments and results."""
+  memory = executable.memory_analysis()
+  return None if memory is None else memory.temp_size_in_bytes

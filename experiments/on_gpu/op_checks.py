@@ -14,18 +14,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from experiments.on_gpu import inputs, plan
-from experiments.on_gpu.compare import in_float32, outcome, run_twice
+from experiments.on_gpu.compare import (
+  UNIT,
+  Errors,
+  errors_of,
+  in_float32,
+  limits_of,
+  outcome,
+  run_twice,
+)
 from experiments.on_gpu.worker import Stage
 from pallas_kernels import gate_pack_config
 from twell_jax.ops import FFNOutput, sparse_ffn
-from twell_jax.ops.mosaic import ell_width
+from twell_jax.ops.mosaic_sizes import default_ell_width
 
-_HOT_SHARES = {"no": 0.0, "some": 0.1, "all": 1.0}
-# A y may have this many times the dense layer's error, and a unit in the last
-# place in any case. The largest of many errors is about 4 times the rms.
-_FACTOR = 1.5
-_UNIT = float(jnp.finfo(jnp.bfloat16).eps)
-_LARGEST_OVER_RMS = 4
+HOT_SHARES = {"no": 0.0, "some": 0.1, "all": 1.0}
 
 
 def stages(sizes: plan.Sizes, seed: int) -> Iterator[Stage]:
@@ -61,38 +64,53 @@ def _stage(case: _Case, shape: plan.Shape, seed: int) -> Stage:
   )
 
 
-def _check(case: _Case, shape: plan.Shape, seed: int) -> dict[str, Any]:
+class Arguments(NamedTuple):
+  """A layer and its tokens, in the order of `sparse_ffn`."""
+
+  x: BFloat16[Array, "tokens d_model"]
+  gate: BFloat16[Array, "d_ff d_model"]
+  up: BFloat16[Array, "d_ff d_model"] | None
+  down: BFloat16[Array, "d_ff d_model"]
+
+
+def make_layer(
+  seed: int, activity: str, shape: plan.Shape, *, gated: bool
+) -> Arguments:
+  """One of the named activity, whose edges are those of the op."""
   tokens, d_model, d_ff = shape
   config = gate_pack_config.default_config(tokens, d_ff, d_model)
-  edges = inputs.Edges(config.tile_width, config.slots, ell_width(d_ff))
-  x, gate, _ = inputs.gate_inputs(seed, case.activity, shape, edges)
-  up = inputs.normal_matrix(seed, "up", d_ff, d_model) if case.gated else None
-  down = inputs.normal_matrix(seed, "down", d_ff, d_model)
-  arguments = (jnp.asarray(x), jnp.asarray(gate), up, down)
+  edges = inputs.Edges(config.tile_width, config.slots, default_ell_width(d_ff))
+  x, gate, _ = inputs.gate_inputs(seed, activity, shape, edges)
+  return Arguments(
+    jnp.asarray(x),
+    jnp.asarray(gate),
+    inputs.normal_matrix(seed, "up", d_ff, d_model) if gated else None,
+    inputs.normal_matrix(seed, "down", d_ff, d_model),
+  )
 
-  op = _op("mosaic", int(_HOT_SHARES[case.hot] * d_ff))
+
+def _check(case: _Case, shape: plan.Shape, seed: int) -> dict[str, Any]:
+  arguments = make_layer(seed, case.activity, shape, gated=case.gated)
+  op = _op("mosaic", int(HOT_SHARES[case.hot] * shape.d_ff))
   twice = run_twice(op, *arguments)
   dense = _op("reference", 0)(*arguments)
   found = jax.tree.map(
     lambda array: array.item(), _compare(twice.result, dense, *arguments)
   )
-  limits = (
-    max(_FACTOR * found.dense_rms, _UNIT),
-    max(_FACTOR * found.dense_largest, _LARGEST_OVER_RMS * _UNIT),
-  )
+  errors, limits = found.errors, limits_of(found.dense_errors)
   passed = (
-    found.rms <= limits[0]
-    and found.largest <= limits[1]
-    and found.l1 <= _UNIT
+    float(errors.rms) <= limits.rms
+    and float(errors.largest) <= limits.largest
+    and found.l1 <= UNIT
     and found.wrong == 0
   )
   return outcome(
     passed,
-    error=found.rms,
-    limit=limits[0],
+    error=float(errors.rms),
+    limit=limits.rms,
     twice=twice,
-    largest_error=found.largest,
-    largest_limit=limits[1],
+    largest_error=float(errors.largest),
+    largest_limit=limits.largest,
     l1_relative_error=found.l1,
     wrong_numbers=found.wrong,
     overflowed=twice.result.activity.overflowed.item(),
@@ -104,28 +122,28 @@ def _check(case: _Case, shape: plan.Shape, seed: int) -> dict[str, Any]:
 def _op(implementation: str, hot_neurons: int) -> Callable[..., Any]:
   return jax.jit(
     functools.partial(
-      sparse_ffn, implementation=implementation, hot_neurons=hot_neurons
+      sparse_ffn,
+      implementation=implementation,
+      hot_neurons=hot_neurons,
+      # So that what is checked is packed, however much is active.
+      dense_above=1.0,
     )
   )
 
 
 class _Comparison(NamedTuple):
-  """Errors of finite tokens, relative to y in float32; counts of others.
+  """Errors of finite tokens, against y in float32; counts of others.
 
   Attributes:
-    rms: Root mean square of our error over that of y.
-    largest: The largest error over the largest y.
-    dense_rms: The bfloat16 layer's.
-    dense_largest: The bfloat16 layer's.
+    errors: Of y.
+    dense_errors: The bfloat16 layer's.
     l1: Relative error of l1; 0 if it is not finite.
     wrong: Counts of active and fired that differ, tokens that are finite where
       the dense layer's are not or the other way round, and 1 if l1 is.
   """
 
-  rms: Float32[Array, ""]
-  largest: Float32[Array, ""]
-  dense_rms: Float32[Array, ""]
-  dense_largest: Float32[Array, ""]
+  errors: Errors
+  dense_errors: Errors
   l1: Float32[Array, ""]
   wrong: Int32[Array, ""]
 
@@ -144,14 +162,6 @@ def _compare(
     h = h * in_float32(x, up.T)
   y = in_float32(h, down)
   finite = jnp.all(jnp.isfinite(y), axis=1, keepdims=True)
-  y = jnp.where(finite, y, 0)
-  y_scale = jnp.max(jnp.abs(y)) + 1e-30
-  y_rms = jnp.sqrt(jnp.mean(y**2)) + 1e-30
-
-  def errors(output):
-    error = jnp.where(finite, output.y.astype(jnp.float32) - y, 0)
-    rms = jnp.sqrt(jnp.mean(error**2)) / y_rms
-    return rms, jnp.max(jnp.abs(error)) / y_scale
 
   def finite_tokens(output):
     return jnp.all(jnp.isfinite(output.y), axis=1)
@@ -165,13 +175,9 @@ def _compare(
     + (jnp.isfinite(ours.l1) != l1_finite).astype(jnp.int32)
   )
   l1_error = jnp.abs(ours.l1 - theirs.l1) / (jnp.abs(theirs.l1) + 1e-30)
-  rms, largest = errors(actual)
-  dense_rms, dense_largest = errors(dense)
   return _Comparison(
-    rms,
-    largest,
-    dense_rms,
-    dense_largest,
+    errors_of(actual.y, y, finite),
+    errors_of(dense.y, y, finite),
     jnp.where(l1_finite, l1_error, 0),
     wrong,
   )

@@ -20,7 +20,7 @@ from pallas_kernels.gate_pack_config import GatePackConfig
 from twell_jax.formats import TwellMatrix
 from twell_jax.formats.bits import to_bits
 from twell_jax.ops.gate import pack_by_kernel
-from twell_jax.ops.mosaic import ell_width
+from twell_jax.ops.mosaic_sizes import default_ell_width
 
 
 def default_stages(sizes: plan.Sizes, seed: int) -> Iterator[Stage]:
@@ -68,7 +68,9 @@ def _stage(
 def _check(
   config: GatePackConfig, activity: str, shape: plan.Shape, seed: int
 ) -> dict[str, Any]:
-  edges = inputs.Edges(config.tile_width, config.slots, ell_width(shape.d_ff))
+  edges = inputs.Edges(
+    config.tile_width, config.slots, default_ell_width(shape.d_ff)
+  )
   x, gate, z = inputs.gate_inputs(seed, activity, shape, edges)
   expected = _packed(
     _exact_z(x, gate) if z is None else z,

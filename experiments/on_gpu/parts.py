@@ -17,22 +17,29 @@ from experiments.on_gpu import inputs
 from pallas_kernels import gate_pack, gathered, target, tuning, work_list
 from twell_jax.formats import EllMatrix
 from twell_jax.ops.gate import pack_by_kernel, pad_to_multiples
-from twell_jax.ops.mosaic import ell_width
+from twell_jax.ops.mosaic_sizes import default_ell_width
 
 
 class Step(NamedTuple):
-  """A jitted function, and its arguments."""
+  """A jitted function, and its arguments.
+
+  Attributes:
+    function: Jitted.
+    arguments: Of a call.
+    gathers: Rows that it gathers for an entry.
+  """
 
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
+  gathers: int = 0
 
 
 class Parts(NamedTuple):
-  """The steps of a forward pass.
+  """The steps of a pass.
 
   Attributes:
     steps: By name.
-    active_of_a_token: Mean entries of a row, those that the last step gathers.
+    active_of_a_token: Mean entries of a token, those that are gathered.
     configs: Of the kernels.
   """
 
@@ -49,7 +56,7 @@ def parts_of_forward(x: jax.Array, layer: inputs.Layer) -> Parts:
   device = target.device_of(x)
   interpret = target.interpret_params()
   (tokens, d_model), d_ff = x.shape, layer.gate.shape[0]
-  width = ell_width(d_ff)
+  width = default_ell_width(d_ff)
   pack_config = tuning.for_gate_pack(device, tokens, d_ff, d_model)
   gather_config = tuning.for_gathered(
     device, tokens, d_ff, d_model, width, matrices=2
@@ -99,7 +106,7 @@ def parts_of_forward(x: jax.Array, layer: inputs.Layer) -> Parts:
       "gate_pack to TwELL": Step(pack_to_twell, (x, layer.gate)),
       "ELL and work list": Step(compact, (twell,)),
       "gathered_up_down": Step(
-        gather, (x, layer.up, layer.down, columns, values, work)
+        gather, (x, layer.up, layer.down, columns, values, work), gathers=2
       ),
     },
     active_of_a_token=float(active),

@@ -55,7 +55,9 @@ class Sizes:
     layer: Width and neurons of the layer that is timed, as (d_model, d_ff).
     prefill_tokens: Tokens of a forward pass that is timed.
     decode_tokens: Tokens of a decoding step that is timed.
+    training_tokens: Tokens of a training step that is timed.
     active: Mean active neurons per token.
+    training_active: Likewise, where a training step is timed.
     decode_layers: Layers of a decoding step, each with weights of its own so
       that they come from memory, not from a cache.
     calls: Calls that are started at once and timed together, so that the
@@ -82,7 +84,9 @@ class Sizes:
   layer: tuple[int, int]
   prefill_tokens: tuple[int, ...]
   decode_tokens: tuple[int, ...]
+  training_tokens: tuple[int, ...]
   active: tuple[int, ...]
+  training_active: tuple[int, ...]
   decode_layers: int
   calls: int
   min_seconds: float
@@ -129,7 +133,9 @@ FULL = Sizes(
   layer=(2048, 5632),
   prefill_tokens=(16384, 131072),
   decode_tokens=(1, 8, 64),
+  training_tokens=(16384,),
   active=(30, 10, 100, 300),
+  training_active=(30, 100),
   decode_layers=4,
   calls=8,
   min_seconds=0.6,
@@ -156,7 +162,9 @@ DRY = Sizes(
   layer=(256, 64),
   prefill_tokens=(4,),
   decode_tokens=(1,),
+  training_tokens=(4,),
   active=(2,),
+  training_active=(2,),
   decode_layers=2,
   calls=1,
   min_seconds=0.0,
@@ -185,6 +193,16 @@ def gate_name(tokens: int) -> str:
 def parts_name(tokens: int, active: int, rates: str) -> str:
   """The stage that times what a forward pass consists of."""
   return f"parts of {forward_name(tokens, active, rates)}"
+
+
+def training_name(tokens: int, active: int, rates: str) -> str:
+  """The stage that times a forward and a backward pass."""
+  return f"training of {tokens} tokens, {active} active, {rates} rates"
+
+
+def training_parts_name(tokens: int, active: int, rates: str) -> str:
+  """The stage that times what these two consist of."""
+  return f"parts of {training_name(tokens, active, rates)}"
 
 
 class Target(NamedTuple):

@@ -172,17 +172,26 @@ def _interpreted(is_dry: bool) -> Iterator[None]:
 def _make_stages(request: Mapping[str, Any], sizes: plan.Sizes) -> list[Stage]:
   from experiments.on_gpu import (
     gather_checks,
+    gradient_checks,
     op_checks,
     pack_checks,
     timings,
+    training_checks,
   )
 
   seed = request["seed"]
-  stages = [
+  checks = [
     *pack_checks.default_stages(sizes, seed),
     *gather_checks.stages(sizes, seed),
     *op_checks.stages(sizes, seed),
+    *gradient_checks.stages(sizes, seed),
+    *training_checks.stages(sizes, seed),
     *pack_checks.packing_stages(sizes, seed),
+  ]
+  # Of everything the ordinary inputs, should the time not suffice for the rest.
+  checks.sort(key=lambda stage: not stage.name.endswith(": heavy tail"))
+  stages = [
+    *checks,
     *timings.stages(sizes, seed=seed, is_dry=request["is_dry"]),
   ]
   wanted = request["only"]

@@ -1,5 +1,6 @@
 """Every file of configs/ describes a run that can be built."""
 
+import dataclasses
 import importlib
 import pathlib
 import pkgutil
@@ -15,6 +16,8 @@ from ml_collections import ConfigDict, config_flags
 import configs
 from experiments import train
 from twell_jax import nn, training
+from twell_jax.formats import Capacities
+from twell_jax.ops.choices import Choices
 
 FOLDER = pathlib.Path(configs.__path__[0])
 NAMES = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]))
@@ -63,6 +66,28 @@ def test_each_builds(module):
   ffn = matrices * model_config.d_ff * model_config.d_model
   floor = model_config.num_layers * ffn
   assert floor < nn.num_parameters(model) < 20 * floor
+
+
+def test_flags_reach_every_field_of_the_model(module):
+  fields = {field.name for field in dataclasses.fields(nn.TransformerConfig)}
+  assert set(module.get_config().model) == fields
+
+
+def test_values_that_leave_the_choice(module):
+  config = module.get_config()
+  left = {"head_dim": 0, "implementation": "", "ell_width": 0}
+  config.model.update({**left, "dense_above": -1.0})
+  model = train.model_config(config)
+  assert model.choices == Choices()
+  assert (model.head_dim, model.implementation) == (None, None)
+  config.model.update(
+    {"head_dim": 8, "implementation": "mosaic", "hot_neurons": 2}
+  )
+  # A share of 0 is a choice: dense products, always.
+  config.model.update({"ell_width": 4, "dense_rows": 3, "dense_above": 0.0})
+  model = train.model_config(config)
+  assert model.choices == Choices(2, Capacities(4, 3), 0.0)
+  assert (model.head_dim, model.implementation) == (8, "mosaic")
 
 
 def test_every_field_can_be_overridden(module, monkeypatch):

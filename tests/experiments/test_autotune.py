@@ -7,7 +7,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
-from experiments import autotune, timing, tuning_problems
+from experiments import (
+  autotune,
+  gradient_kernels,
+  timing,
+  tuning_problems,
+)
 from experiments.kernel_shapes import Shape
 from pallas_kernels import target, tuning
 from pallas_kernels.gather_config import GatherConfig
@@ -34,7 +39,8 @@ def problem(kernel, shape=TINY):
   )
 
 
-@pytest.mark.parametrize("kernel", sorted(tuning.KERNELS))
+# One of each kind of problem.
+@pytest.mark.parametrize("kernel", ["gate_pack", "gathered_down", "sddmm_spmm"])
 def test_a_dry_run(kernel, capsys, tables, monkeypatch):
   monkeypatch.setattr(autotune, "_DRY_CONFIGS", 2)
   arguments = [f"--kernel={kernel}", f"--shapes={TINY}", "--interpret"]
@@ -57,13 +63,16 @@ def test_a_wrong_result_is_found(kernel):
   with plgpu.force_gpu_interpret_mode():
     wrong = problem(kernel)
     right = wrong._expected
-    if kernel == "gate_pack":
-      counts = right.counts.at[1, 0].add(1)
-      wrong._expected = dataclasses.replace(right, counts=counts)
-    else:
-      wrong._expected = right.at[1, 7].add(1)
-    with pytest.raises(AssertionError, match="1 numbers differ"):
-      wrong.check(wrong.default)
+    wrong.check(wrong.default)
+    # One number of each array in turn.
+    leaves, tree = jax.tree.flatten(right)
+    for index, leaf in enumerate(leaves):
+      changed = leaf.at[(1,) + (0,) * (leaf.ndim - 1)].add(1)
+      wrong._expected = jax.tree.unflatten(
+        tree, [*leaves[:index], changed, *leaves[index + 1 :]]
+      )
+      with pytest.raises(AssertionError, match="1 numbers differ"):
+        wrong.check(wrong.default)
 
 
 class FakeProblem(tuning_problems.Problem):
@@ -169,7 +178,8 @@ def test_without_a_default_there_is_no_comparison(fake, capsys, monkeypatch):
 @pytest.mark.parametrize("kernel", sorted(tuning.KERNELS))
 def test_configs_are_different_and_compile(kernel):
   with plgpu.force_gpu_interpret_mode():  # few calls
-    tuned = problem(kernel)
+    # Lists of neurons are as long as there are tokens.
+    tuned = problem(kernel, Shape(64, 256, 64))
   configs = list(tuned.configs())
   assert len(set(configs)) == len(configs) > 20
   # Skips, or fails, where there is no compiler.
@@ -180,11 +190,23 @@ def test_configs_are_different_and_compile(kernel):
     assert first.spill_bytes == 0
 
 
+def test_what_needs_much_memory_is_not_tried(monkeypatch):
+  with plgpu.force_gpu_interpret_mode():
+    tuned = problem("spmm_two_values")
+  sizes = {"rows": 4096, "columns": 16384, "width": 16384, "slots": 2**22}
+  monkeypatch.setattr(tuned, "lists", gradient_kernels.Lists(**sizes))
+  lengths = {config.segment_length for config in tuned.configs()}
+  # Two sums of 256 float32 in about 2²³ / (length + 1) parts.
+  assert min(lengths) == 4
+  monkeypatch.setattr(tuned, "sums", 1)
+  assert min(config.segment_length for config in tuned.configs()) == 1
+
+
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
     (["--shapes=1x256x64"], "required: --kernel"),
-    (["--kernel=sddmm", "--shapes=1x256x64"], "invalid choice: 'sddmm'"),
+    (["--kernel=spmm", "--shapes=1x256x64"], "invalid choice: 'spmm'"),
     (["--kernel=gate_pack"], "--shapes is needed"),
     (["--kernel=gate_pack", "--shapes=1x2"], "'1x2' is no shape"),
     (

@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import types
 
 import jax
@@ -20,6 +21,7 @@ KEYS = {
   "active",
   "dtype",
   "implementation",
+  "hot_neurons",
   "dense_ms",
   "sparse_ms",
   "ratio",
@@ -39,6 +41,7 @@ OPTIONS = {
   "dtype": "float32",
   "gated": True,
   "implementation": "xla",
+  "hot_neurons": 0,
   "min_seconds": 0.0,
   "seed": 0,
 }
@@ -87,6 +90,8 @@ def test_the_program(environment):
     {"mode": "forward", "gated": False},
     {"mode": "train", "implementation": "reference"},
     {"mode": "train"},
+    {"mode": "train", "hot_neurons": 16},
+    {"mode": "forward", "hot_neurons": 64, "gated": False},
   ],
 )
 def test_every_mode(changes, monkeypatch, capsys):
@@ -95,8 +100,47 @@ def test_every_mode(changes, monkeypatch, capsys):
   assert bench_ffn.main() == 0
   figures = check_output(capsys.readouterr().out, options)
   assert figures["gated"] == options["gated"]
+  assert figures["hot_neurons"] == options["hot_neurons"]
   if options["mode"] == "train":
     assert figures["dense_layout"] == "[in, out]"
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (["--dtype=bfloat16"], "need a Hopper GPU .* use implementation='xla'"),
+    ([], "--dtype=float32: add --dtype=bfloat16"),
+    (["--hot_neurons=65", "--dtype=bfloat16"], "hot_neurons = 65 .* d_ff = 64"),
+  ],
+)
+def test_mosaic_without_what_it_needs(options, message, environment):
+  process = programs.run(
+    [
+      "-m",
+      "experiments.bench_ffn",
+      "--mode=train",
+      "--implementation=mosaic",
+      "--d_model=32",
+      "--d_ff=64",
+      *options,
+    ],
+    environment=environment,
+  )
+  assert process.returncode == 2
+  assert re.match(f"error: .*{message}", process.stderr)
+  assert process.stderr.count("\n") == 1
+  assert process.stdout == ""
+
+
+def test_hot_neurons_are_those_that_fire_most():
+  layer = layer_of(8.0)
+  hot = bench_ffn._sorted_by_rate(layer, 3)
+  fired = np.asarray(activity_of(hot).fired)
+  assert fired[:51].sum() > 0.5 * fired.sum()
+  assert fired.sum() == activity_of(layer).fired.sum()
+  np.testing.assert_array_equal(
+    np.sort(np.asarray(hot.down), axis=0), np.sort(layer.down, axis=0)
+  )
 
 
 def test_more_active_than_neurons(monkeypatch):

@@ -71,6 +71,26 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     {"model.activation": "gelu"},
     ("activation = 'gelu'", "choose one of", "silu"),
   ),
+  "attention": (
+    {"model.attention": "cudnn"},
+    ("attention = 'cudnn'", "dtype = 'float32'", "attention = 'full'"),
+  ),
+  "residuals": (
+    {"model.ffn_residuals": "dropped"},
+    ("ffn_residuals = 'dropped'", "choose one of", "recomputed"),
+  ),
+  "ell_width": (
+    {"model.ell_width": -8},
+    ("width = -8", "at least 1"),
+  ),
+  "dense_rows": (
+    {"model.dense_rows": 4},
+    ("dense_rows = 4", "set ell_width too"),
+  ),
+  "dense_above": (
+    {"model.dense_above": -0.5},
+    ("dense_above = -0.5", "from 0"),
+  ),
   "steps": ({"steps": 0}, ("steps = 0", "at least 1")),
   "warmup": (
     {"optimizer.warmup_steps": 8},

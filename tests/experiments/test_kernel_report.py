@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import compiled_kernels, kernel_report
+from experiments import compiled_kernels, gradient_kernels, kernel_report
 from experiments.kernel_shapes import SHAPES, Shape
 from experiments.ptx import Redistribution
 from pallas_kernels import aot
@@ -46,6 +46,12 @@ GATHERED = compiled_kernels.GatheredRow(
   blocks_per_sm=4,
   bytes_in_flight=131072,
 )
+TRAINING = dataclasses.replace(
+  GATHERED,
+  kernel="spmm_two_values",
+  stats=STATS._replace(registers=120, notes=()),
+  of_training=True,
+)
 SECOND_PASS = compiled_kernels.Row(
   shape=Shape(512, 2048, 5632),
   kernel="add_parts of gathered_down",
@@ -80,6 +86,7 @@ def test_within_all_limits(monkeypatch, capsys, tmp_path):
     capsys,
     PACK,
     GATHERED,
+    TRAINING,
     SECOND_PASS,
     output=tmp_path / "new" / "out",
   )
@@ -88,10 +95,18 @@ def test_within_all_limits(monkeypatch, capsys, tmp_path):
   # Two consumers over 128 · 256 · 2048 / 2048 clocks.
   assert figures["epilogue_share"] == pytest.approx(2 * 983 / 32768, abs=1e-4)
   assert figures["epilogue_share_at_k"] == {"2048": figures["epilogue_share"]}
-  assert figures["max_registers"] == {"gate_pack": 168, "gathered": 128}
+  assert figures["max_registers"] == {
+    "gate_pack": 168,
+    "gathered": 128,
+    "of_training": 120,
+  }
   assert figures["within_limits"] == dict.fromkeys(kernel_report.LIMITS, True)
   assert figures["misses"] == []
   assert "40 + 232 + 232 = 504 of 504" in text
+  both, training = text.split("## Gathered products of training")
+  assert both.count("| spmm_two_values |") == 0
+  assert training.count("| spmm_two_values |") == 1
+  assert training.count("gathered_down |") == 0
   assert "C7519" in text
   written = json.loads((tmp_path / "new" / "out.json").read_text())
   assert written["kernels"][0]["config"]["tile_n"] == 256
@@ -128,6 +143,8 @@ def test_within_all_limits(monkeypatch, capsys, tmp_path):
       "loads of 8 bytes",
     ),
     ("gathered_registers", with_stats(GATHERED, registers=136), "136"),
+    ("gathered_registers", with_stats(TRAINING, registers=129), "129"),
+    ("spills", with_stats(TRAINING, spill_bytes=8), "8 bytes"),
     (
       "redistribution",
       dataclasses.replace(PACK, redistribution=Redistribution(40, 240)),
@@ -193,10 +210,30 @@ def test_one_small_shape(capsys):
   assert figures["within_limits"] == {
     limit: limit != "epilogue" for limit in kernel_report.LIMITS
   }
-  # gate_pack; both gathered kernels with and without y0, rows being split.
+  # gate_pack; both gathered kernels with and without y0, rows being split. So
+  # few tokens are not trained on.
   assert figures["kernels"] == 9
+  assert figures["max_registers"]["of_training"] is None
   assert figures["max_shared_memory_bytes"] > 8192
   assert "jax-cuda13-plugin" in figures["versions"]
+
+
+def test_the_kernels_of_training(capsys):
+  # Skips, or fails, where there is no compiler.
+  compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((8,), jnp.float32))
+  assert kernel_report.main(["--shapes=512x256x128"]) == 0
+  *lines, last = capsys.readouterr().out.splitlines()
+  figures = json.loads(last)
+  # sddmm, and the three with sums, with and without y0, rows being split.
+  text = "\n".join(lines)
+  _, training = text.split("## Gathered products of training")
+  for product, kind in gradient_kernels.KINDS.items():
+    assert training.count(f"| {product.value} |") == 1
+    assert training.count(f"| {product.value} + y0 |") == bool(kind.sums)
+    parts = training.count(f"| add_parts of {product.value} ")
+    assert parts == 2 * bool(kind.sums)
+  assert figures["kernels"] == 9 + 7 + 6
+  assert 0 < figures["max_registers"]["of_training"] <= 128
 
 
 def test_the_shapes_that_are_asked_for():

@@ -1,13 +1,14 @@
 import json
 import re
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 from experiments import memory_report
 from pallas_kernels import aot
-from tests.helpers.kernels import compile_for_h200
+from tests.helpers.kernels import h200_mesh_with_cudnn
 from twell_jax.nn import TransformerConfig
 
 GIBIBYTE = 2**30
@@ -16,11 +17,11 @@ DENSE = memory_report.Memory(
   parameters=2 * GIBIBYTE,
   optimizer=GIBIBYTE,
   temporaries=5 * GIBIBYTE,
-  kept=3 * GIBIBYTE,
+  residuals=3 * GIBIBYTE,
   gradients=GIBIBYTE,
-  ffn_keeps=None,
+  ffn_residuals=2 * GIBIBYTE,
 )
-SPARSE = DENSE._replace(peak=3 * GIBIBYTE, ffn_keeps=0)
+SPARSE = DENSE._replace(peak=3 * GIBIBYTE, ffn_residuals=0)
 
 
 @pytest.fixture
@@ -42,20 +43,20 @@ def configs(monkeypatch):
 def test_report(configs, capsys):
   status = memory_report.main(
     [
-      *("--size=1p5b", "--remat=attention", "--cross_entropy=chunked"),
+      *("--size=1p5b", "--remat=attention", "--cross_entropy_chunk=512"),
       *("--layers=3", "--devices=4", "--tokens_per_device=4096"),
-      "--cross_entropy_chunk=512",
     ]
   )
   assert status == 0
   *lines, last = capsys.readouterr().out.splitlines()
   assert re.fullmatch(r"peak +8\.00 +3\.00", lines[1])
-  assert re.fullmatch(r"FFN keeps +0\.00", lines[-1])
+  assert re.fullmatch(r"  residuals +3\.00 +3\.00", lines[5])
+  assert re.fullmatch(r"FFN residuals +2\.00 +0\.00", lines[-1])
   figures = json.loads(last)
   assert figures["dense_peak_bytes"] == 8 * GIBIBYTE
   assert figures["sparse_peak_bytes"] == 3 * GIBIBYTE
   assert figures["ratio"] == 0.375
-  assert figures["dense"]["kept"] == 3 * GIBIBYTE
+  assert figures["dense"]["residuals"] == 3 * GIBIBYTE
   assert figures["options"]["remat"] == "attention"
   assert {"date", "versions", "revision", "device"} <= set(figures)
   (dense, options), (sparse, same_options) = configs
@@ -65,6 +66,8 @@ def test_report(configs, capsys):
     assert (config.d_model, config.num_layers) == (2048, 3)
     assert (config.dtype, config.param_dtype) == ("bfloat16", "float32")
     assert config.remat == "attention"
+    assert config.attention == "cudnn"
+    assert config.ffn_residuals == "kept"
     assert config.cross_entropy == "chunked"
     assert config.cross_entropy_chunk == 512
   assert (dense.activation, dense.implementation) == ("silu", None)
@@ -73,13 +76,23 @@ def test_report(configs, capsys):
 
 def test_the_dense_layer_that_is_asked_for(configs):
   arguments = ["--size=0p5b", "--dense=reference", "--implementation=xla"]
-  assert memory_report.main(arguments) == 0
+  choices = ["--cross_entropy=full", "--attention=full"]
+  assert memory_report.main(arguments + choices) == 0
   (dense, _), (sparse, _) = configs
   assert (dense.activation, dense.implementation) == ("relu", "reference")
   assert sparse.implementation == "xla"
   assert dense.num_layers == 8
   assert dense.remat == "none"
-  assert dense.cross_entropy == "full"
+  assert dense.cross_entropy == sparse.cross_entropy == "full"
+  assert dense.attention == sparse.attention == "full"
+
+
+def test_the_dense_layer_that_recomputes(configs):
+  arguments = ["--size=0p5b", "--dense=silu_recompute"]
+  assert memory_report.main(arguments) == 0
+  (dense, _), (sparse, _) = configs
+  assert (dense.activation, dense.ffn_residuals) == ("silu", "recomputed")
+  assert (sparse.activation, sparse.ffn_residuals) == ("relu", "kept")
 
 
 REPORT = """\
@@ -112,7 +125,7 @@ def test_slots_are_told_by_their_shapes(tmp_path):
   assert slots[4].shapes == (("f32", ()), ("bf16", (3, 256, 64)))
   # 3 layers, 4 sequences of 8 tokens.
   assert memory_report._stacked(slots, 3, (4, 32)) == {
-    "kept": 40 * 2**20,
+    "residuals": 40 * 2**20,
     "gradients": 20 * 2**20,
   }
 
@@ -122,28 +135,53 @@ def test_a_report_that_is_missing(tmp_path):
     memory_report._read_slots(tmp_path)
 
 
-def tiny(implementation):
-  return TransformerConfig(
-    vocab_size=512,
-    d_model=256,
-    d_ff=512,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=4,
-    dtype="bfloat16",
-    remat="attention",
-    cross_entropy="chunked",
-    cross_entropy_chunk=128,
-    implementation=implementation,
-  )
+def tiny(**changes):
+  fields: dict[str, Any] = {
+    "vocab_size": 512,
+    "d_model": 256,
+    "d_ff": 512,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "dtype": "bfloat16",
+    "remat": "attention",
+    "attention": "cudnn",
+    "cross_entropy": "chunked",
+    "cross_entropy_chunk": 128,
+  }
+  return TransformerConfig(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+  ("changes", "arrays_per_token"),
+  [
+    # z and u.
+    ({"implementation": "reference"}, 2),
+    ({"activation": "silu"}, 2),
+    ({"activation": "silu", "remat": "matmuls"}, 2),
+    # What autodiff of silu(z) u asks for besides: of silu its factors and its
+    # derivative, and the two products that are multiplied.
+    ({"activation": "silu", "remat": "none"}, 6),
+    ({"activation": "silu", "gated": False, "remat": "attention"}, 1),
+    ({"activation": "silu", "remat": "layer"}, 0),
+    ({"activation": "silu", "ffn_residuals": "recomputed"}, 0),
+    (
+      {"activation": "silu", "ffn_residuals": "recomputed", "remat": "none"},
+      0,
+    ),
+  ],
+)
+def test_what_a_dense_ffn_keeps(changes, arrays_per_token):
+  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+  kept = memory_report._ffn_residuals(tiny(**changes), 1024, mesh)
+  assert kept == arrays_per_token * 1024 * 512 * 2
 
 
 def test_a_step_compiled_for_two_devices():
-  # Skips, or fails, where there is no compiler.
-  compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((8,), jnp.float32))
+  h200_mesh_with_cudnn(data=1)
   dense, sparse = (
     memory_report.measure(
-      tiny(name), devices=2, tokens_per_device=4096, seq_len=64
+      tiny(implementation=name), devices=2, tokens_per_device=4096, seq_len=64
     )
     for name in ("reference", "mosaic")
   )
@@ -153,14 +191,19 @@ def test_a_step_compiled_for_two_devices():
   assert dense.parameters == sparse.parameters == parameters
   # Two moments, and two counters.
   assert dense.optimizer == sparse.optimizer == 2 * parameters + 8
-  # z and u in bfloat16, nothing.
-  assert dense.ffn_keeps == 3 * 2 * 4096 * 512 * 2
-  assert sparse.ffn_keeps == 0
-  assert dense.kept - sparse.kept == pytest.approx(dense.ffn_keeps, rel=0.1)
-  # The blocks' inputs.
-  assert sparse.kept == pytest.approx(3 * 4096 * 256 * 2, rel=0.1)
+  # z and u in bfloat16.
+  assert dense.ffn_residuals == 3 * 2 * 4096 * 512 * 2
+  # 128 values of each of p and r, in bfloat16, and their columns in 16 bits.
+  packed = 3 * 4096 * 128 * (2 + 2 + 2)
+  assert sparse.ffn_residuals == pytest.approx(packed, rel=0.05)
+  assert dense.residuals - sparse.residuals == pytest.approx(
+    dense.ffn_residuals - sparse.ffn_residuals, rel=0.1
+  )
+  # The blocks' inputs, and attention's results with a float32 for each head.
+  others = 3 * 4096 * (256 * 2 + 256 * 2 + 4 * 4)
+  assert dense.residuals == pytest.approx(dense.ffn_residuals + others, rel=0.1)
   for memory in (dense, sparse):
-    assert memory.temporaries > memory.kept + memory.gradients
+    assert memory.temporaries > memory.residuals + memory.gradients
     assert memory.peak > memory.temporaries + memory.parameters * 3
   assert sparse.peak < dense.peak
 

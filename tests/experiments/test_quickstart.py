@@ -15,6 +15,7 @@ from twell_jax import training
 
 PLOTS = ("activity.png", "layers.png", "loss.png", "speed.png")
 PREFILL_TOKENS = 64
+REFERENCE_STEPS = 6
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,9 @@ def arguments(corpus, tmp_path_factory):
     f"--workdir={workdir}",
     f"--prefill_tokens={PREFILL_TOKENS}",
     "--min_seconds=0",
-    *programs.tiny_flags({"data.corpus": corpus}),
+    f"--reference_steps={REFERENCE_STEPS}",
+    # Sparse products from the first step on.
+    *programs.tiny_flags({"data.corpus": corpus, "model.dense_above": 1.0}),
   ]
 
 
@@ -97,6 +100,21 @@ def test_the_figures(figures):
   assert figures["parameters"] == embedding + norms + attention + ffn
 
 
+def test_the_sparse_model_has_the_losses_of_the_reference(workdir, figures):
+  reference = figures["reference_losses"]
+  assert reference["steps"] == REFERENCE_STEPS
+  records = training.read_metrics(workdir / "sparse", kind="train")
+  assert [record["dense_fraction"] for record in records] == [[0.0, 0.0]] * 8
+  for record, losses in zip(
+    records[:REFERENCE_STEPS], reference["compared"], strict=True
+  ):
+    for name in ("step", "loss", "cross_entropy"):
+      assert record[name] == pytest.approx(losses[name], rel=1e-6)
+  assert 0 < reference["largest_relative_difference"] < 1e-6
+  assert figures["dense_above"] == 1.0
+  assert figures["sparse_from_step"] == [1, 1]
+
+
 def test_the_report_says_what_the_figures_say(workdir, figures):
   text = (workdir / "report.md").read_text()
   losses = figures["held_out_loss"]
@@ -121,6 +139,7 @@ def test_the_report_says_what_the_figures_say(workdir, figures):
     assert numbers(text, row["what"]) == pytest.approx(
       [row["dense_ms"], row["sparse_ms"], row["ratio"]], abs=5.1e-3
     )
+  assert numbers(text, "sparse products at all logged steps since") == [1, 1]
   headline = text.splitlines()[2]
   silent, increase, ratio = (
     float(number) for number in re.findall(r"([+-]?\d+\.\d+)[%×]", headline)
@@ -173,6 +192,18 @@ def test_a_second_call_trains_nothing_again(workdir, arguments, environment):
     assert again[name] == report_before[name]
 
 
+def test_losses_that_are_not_the_references_fail(
+  workdir, arguments, environment
+):
+  report = (workdir / "report.json").read_bytes()
+  exactly = [*arguments, "--reference_tolerance=0"]
+  process = programs.run(exactly, environment=environment)
+  assert process.returncode == 2
+  error = process.stderr.splitlines()[-1]
+  assert re.match(r"error: the loss at step [1-6] is \d", error)
+  assert (workdir / "report.json").read_bytes() == report
+
+
 def test_models_of_another_config_are_refused(workdir, arguments, environment):
   report = (workdir / "report.json").read_bytes()
   changed = [*arguments, "--config.l1.coefficient=0.5"]
@@ -184,22 +215,33 @@ def test_models_of_another_config_are_refused(workdir, arguments, environment):
 
 
 @pytest.mark.parametrize(
-  ("overrides", "prefill_tokens", "message"),
+  ("arguments", "overrides", "message"),
   [
-    ({}, 10**6, r"prefill_tokens = 1000000 .*held_out_fraction"),
-    ({"model.activation": "silu"}, 8, r"activation = 'silu' .* use 'relu'"),
-    ({"model.num_heads": 5}, 8, r"d_model = 32 .* num_heads = 5"),
+    (
+      {"prefill_tokens": 10**6},
+      {},
+      r"prefill_tokens = 1000000 .*held_out_fraction",
+    ),
+    (
+      {"reference_steps": 2},
+      {"log_every_steps": 3},
+      r"reference_steps = 2 .* log_every_steps = 3",
+    ),
+    ({}, {"model.activation": "silu"}, r"activation = 'silu' .* use 'relu'"),
+    ({}, {"model.num_heads": 5}, r"d_model = 32 .* num_heads = 5"),
   ],
 )
 def test_mistakes_are_found_before_the_training(
-  overrides, prefill_tokens, message, corpus, tmp_path, monkeypatch
+  arguments, overrides, message, corpus, tmp_path, monkeypatch
 ):
-  values = types.SimpleNamespace(
-    workdir=str(tmp_path),
-    config=programs.tiny_config({"data.corpus": str(corpus)} | overrides),
-    prefill_tokens=prefill_tokens,
-    min_seconds=0.0,
-  )
+  flag_values = {
+    "workdir": str(tmp_path),
+    "config": programs.tiny_config({"data.corpus": str(corpus)} | overrides),
+    "prefill_tokens": 8,
+    "min_seconds": 0.0,
+    "reference_steps": 8,
+  }
+  values = types.SimpleNamespace(**flag_values | arguments)
   monkeypatch.setattr(flags, "FLAGS", values)
   with pytest.raises(ValueError, match=message):
     quickstart.main()

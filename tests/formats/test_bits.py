@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from twell_jax.formats.bits import (
   columns_pattern,
   is_active,
+  make_pattern,
   nth_active,
+  pack,
   rank_of,
   rows_pattern,
+  unpack,
+  without_first,
 )
 
 # Few shapes, since each compiles: whole words and not, one row, one column.
@@ -34,12 +38,16 @@ def masks(draw):
   return rng.random((rows, columns)) < np.array(densities)[:, None]
 
 
+def columns_pattern_of(active):
+  return columns_pattern(pack(active), active.shape[1])
+
+
 @functools.partial(jax.jit, static_argnames=("pattern_of", "num_ranks"))
 def search(active, *, pattern_of, num_ranks):
   pattern = pattern_of(active)
   rows = pattern.words.shape[0]
   strides = {}
-  if pattern_of is columns_pattern:
+  if pattern_of is columns_pattern_of:
     strides = {"word_stride": 1, "bit_stride": pattern.words.shape[1]}
   rank = jnp.arange(num_ranks, dtype=jnp.int32)[None]
   rank = jnp.broadcast_to(rank, (rows, num_ranks))
@@ -79,7 +87,7 @@ def test_rows_pattern(active):
 def test_columns_pattern(active):
   num_ranks = active.shape[0] + 2
   pattern, rows = search(
-    active, pattern_of=columns_pattern, num_ranks=num_ranks
+    active, pattern_of=columns_pattern_of, num_ranks=num_ranks
   )
   np.testing.assert_array_equal(pattern.counts, active.sum(0))
   # The n-th active row of a column, in the order of bits inside words.
@@ -89,6 +97,26 @@ def test_columns_pattern(active):
   in_order = expected_columns(active[order].T, num_ranks)
   used = np.arange(num_ranks) < active.sum(0)[:, None]
   np.testing.assert_array_equal(rows, np.where(used, order[in_order], 0))
+
+
+@given(masks())
+def test_unpack_inverts_pack(active):
+  words = jax.jit(pack)(active)
+  assert words.dtype == jnp.uint32
+  columns = active.shape[1]
+  unpacked = jax.jit(unpack, static_argnums=1)(words, columns)
+  np.testing.assert_array_equal(unpacked, active)
+
+
+@given(masks(), st.sampled_from([0, 1, 31, 32, 33, 100]))
+def test_without_first(active, columns):
+  columns = min(columns, active.shape[1])
+  expected = active & (np.arange(active.shape[1]) >= columns)
+  words = without_first(pack(jnp.asarray(active)), columns)
+  np.testing.assert_array_equal(words, pack(jnp.asarray(expected)))
+  jax.tree.map(
+    np.testing.assert_array_equal, make_pattern(words), rows_pattern(expected)
+  )
 
 
 @given(masks())

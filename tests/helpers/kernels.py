@@ -10,6 +10,7 @@ from unittest import mock
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import aot
@@ -64,10 +65,27 @@ def compile_for_h200(
 
   Where CI is set, it fails instead.
   """
-  try:
+  with _skips_without(ValueError):
     aot.find_compiler()
-  except ValueError as error:
+  return aot.compile_for_h200(function, *arguments)
+
+
+def h200_mesh_with_cudnn(**axes: int) -> jax.sharding.Mesh:
+  """A mesh with axes of these sizes to compile programs for that call cuDNN.
+
+  Without the compiler or cuDNN the test is skipped, or fails where CI is set.
+  """
+  with _skips_without(ValueError, RuntimeError):
+    mesh = aot.h200_mesh(tuple(axes.values()), tuple(axes))
+    fused_attention_stablehlo.check_cudnn_version()
+  return mesh
+
+
+@contextlib.contextmanager
+def _skips_without(*errors: type[Exception]) -> Iterator[None]:
+  try:
+    yield
+  except errors as error:
     if os.environ.get("CI"):
       raise
     pytest.skip(str(error))
-  return aot.compile_for_h200(function, *arguments)

@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from pallas_kernels import aot
+from tests.helpers.kernels import h200_mesh_with_cudnn
 from tests.nn import numpy_model
-from twell_jax.nn import Attention, rotate_half_split
-from twell_jax.nn.attention import causal_attention
+from twell_jax.nn import (
+  Attention,
+  Partitioning,
+  attention,
+  rotate_half_split,
+)
+from twell_jax.nn.attention import causal_attention, cudnn_attention
+from twell_jax.training import make_mesh
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
@@ -71,3 +79,101 @@ def test_rotation_pairs_the_two_halves():
   expected[0, 1] = 1.0
   expected[1, [1, 4]] = np.cos(angle), np.sin(angle)
   np.testing.assert_allclose(turned, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_cudnn_holds_no_scores(devices):
+  mesh = h200_mesh_with_cudnn(data=1, fsdp=devices, tensor=devices)
+  partitioning = None if devices == 1 else Partitioning(mesh)
+  # Cut in another way than they are used.
+  spec = jax.P(None, ("fsdp", "tensor"))
+
+  def array(heads):
+    return jax.ShapeDtypeStruct(
+      (2, 512, heads, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)
+    )
+
+  def loss(query, key, value):
+    mixed = cudnn_attention(query, key, value, partitioning=partitioning)
+    assert mixed.shape == (2, 512, 4, 64)
+    return jnp.sum(mixed.astype(jnp.float32) ** 2)
+
+  gradients = jax.grad(loss, argnums=(0, 1, 2))
+  compiled = aot.compile_for_h200(
+    gradients, array(4), array(2), array(2), mesh=mesh
+  ).executable
+  text = compiled.as_text()
+  assert text is not None  # XLA:GPU has one
+  assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
+  assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
+  assert "512,512]" not in text
+  for gradient, heads in zip(compiled.out_info, (4, 2, 2), strict=True):
+    assert gradient.shape == (2, 512, heads, 64)
+    assert gradient.dtype == jnp.bfloat16
+
+
+def test_each_device_attends_with_its_heads(monkeypatch):
+  """The kernel replaced by its definition, which runs without a GPU."""
+  monkeypatch.setattr(attention, "_cudnn", causal_attention)
+  monkeypatch.setattr(attention, "_check_platform", lambda *_: None)
+  partitioning = Partitioning(make_mesh(data=1, fsdp=2, tensor=2))
+  keys = jax.random.split(jax.random.key(0), 3)
+  query, key, value = (
+    jax.random.normal(k, (2, 5, heads, 8), jnp.bfloat16)
+    for k, heads in zip(keys, (4, 2, 2), strict=True)
+  )
+  mixed = jax.jit(cudnn_attention, static_argnames="partitioning")(
+    query, key, value, partitioning=partitioning
+  )
+  np.testing.assert_array_equal(
+    mixed.astype(jnp.float32),
+    causal_attention(query, key, value).astype(jnp.float32),
+  )
+
+
+@pytest.mark.parametrize(
+  ("head_dim", "dtype", "message"),
+  [
+    (8, jnp.float32, "computes in bfloat16 or float16 and dtype = 'float32'"),
+    (12, jnp.bfloat16, "multiple of 8 up to 256 wide and head_dim = 12"),
+    (264, jnp.float16, "multiple of 8 up to 256 wide and head_dim = 264"),
+    (8, jnp.bfloat16, "needs an NVIDIA GPU and this device is a cpu"),
+  ],
+)
+@pytest.mark.parametrize("sharded", [True, False])
+def test_what_cudnn_cannot(head_dim, dtype, message, sharded):
+  layer = Attention(
+    8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=head_dim,
+    implementation="cudnn",
+    partitioning=Partitioning(make_mesh()) if sharded else None,
+    rngs=nnx.Rngs(0),
+  )
+  with pytest.raises(ValueError, match=message) as error:
+    layer(jnp.ones((4, 3, 8), dtype))
+  assert "choose attention = 'full'" in str(error.value)
+
+
+def test_without_cudnn(monkeypatch):
+  def not_found(*_, **__):
+    raise RuntimeError("cuDNN is not detected.")
+
+  monkeypatch.setattr(jax.nn, "dot_product_attention", not_found)
+  monkeypatch.setattr(attention, "_check_platform", lambda *_: None)
+  x = jnp.ones((1, 3, 2, 8), jnp.bfloat16)
+  with pytest.raises(ValueError, match=r"not detected.*nvidia-cudnn-cu13"):
+    cudnn_attention(x, x, x)
+
+
+def test_an_unknown_implementation():
+  with pytest.raises(ValueError, match="implementation = 'flash' is unknown"):
+    Attention(
+      8,
+      num_heads=2,
+      num_kv_heads=2,
+      head_dim=4,
+      implementation="flash",
+      rngs=nnx.Rngs(0),
+    )

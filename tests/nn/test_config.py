@@ -48,12 +48,19 @@ def test_head_dim_follows_d_model_unless_given():
     ),
     ({"cross_entropy_chunk": 0}, "cross_entropy_chunk = 0 must be positive"),
     ({"dtype": "float8"}, "dtype = 'float8' is unknown.*bfloat16"),
+    ({"ffn_residuals": "none"}, "ffn_residuals = 'none' is unknown.*kept"),
+    ({"attention": "flash"}, "attention = 'flash' is unknown.*full, cudnn"),
+    ({"attention": "cudnn"}, "dtype = 'float32': change dtype or choose"),
+    (
+      {"attention": "cudnn", "dtype": "bfloat16", "head_dim": 12},
+      "head_dim = 12: change it or choose attention = 'full'",
+    ),
     ({"param_dtype": "f32"}, "param_dtype = 'f32' is unknown"),
     ({"implementation": "cuda"}, "implementation = 'cuda' is unknown.*xla"),
     ({"hot_neurons": 25}, "hot_neurons = 25 must be an int .* d_ff = 24"),
     (
       {"activation": "silu", "hot_neurons": 8},
-      "hot_neurons = 8 splits sparse ReLU layers and activation = 'silu'",
+      "hot_neurons = 8 is a choice for sparse ReLU layers and activation =",
     ),
     (
       {"activation": "silu", "implementation": "xla"},

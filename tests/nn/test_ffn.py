@@ -6,7 +6,7 @@ from flax import nnx
 
 from tests.nn import numpy_model
 from twell_jax.nn import Partitioning, SparseFFN, logical_axes
-from twell_jax.ops import dense_part, xla
+from twell_jax.ops import dense_part
 from twell_jax.training import make_mesh
 
 
@@ -63,6 +63,11 @@ def test_same_result_on_a_mesh(hot_neurons):
   mesh = make_mesh(fsdp=2, tensor=2)
   sharded = ffn(partitioning=Partitioning(mesh), hot_neurons=hot_neurons)
   here, there = ffn()(x), nnx.jit(lambda layer, x: layer(x))(sharded, x)
+  # Either slice of the neurons counts its tokens.
+  dense_tokens = 2 * here.activity.dense_tokens
+  here = here._replace(
+    activity=here.activity._replace(dense_tokens=dense_tokens)
+  )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
     here,
@@ -71,7 +76,6 @@ def test_same_result_on_a_mesh(hot_neurons):
 
 
 def test_hot_neurons_change_no_result(monkeypatch):
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
   calls = []
   forward = dense_part.forward
 
@@ -81,11 +85,13 @@ def test_hot_neurons_change_no_result(monkeypatch):
 
   monkeypatch.setattr(dense_part, "forward", spied)
   x = jax.random.normal(jax.random.key(1), (2, 6))
-  split, whole = ffn(hot_neurons=4)(x), ffn(implementation="reference")(x)
+  split = ffn(hot_neurons=4, dense_above=1.0)(x)
+  whole = ffn(implementation="reference")(x)
   assert calls == [(2, 4)]
+  assert (split.activity.dense_tokens, whole.activity.dense_tokens) == (0, 2)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    split,
+    split._replace(activity=split.activity._replace(dense_tokens=2)),
     whole,
   )
   with pytest.raises(

@@ -6,10 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.extend import core
 
+from tests.helpers.kernels import h200_mesh_with_cudnn
 from tests.nn import numpy_model
-from twell_jax.nn import TransformerConfig, TransformerLM, logical_axes
-from twell_jax.ops import xla
+from twell_jax.nn import (
+  Partitioning,
+  TransformerConfig,
+  TransformerLM,
+  logical_axes,
+)
 
 
 def tiny(**changes):
@@ -35,8 +41,8 @@ def run(model, tokens):
   return model(tokens)
 
 
-def tokens(seed=0):
-  return jax.random.randint(jax.random.key(seed), (2, 9), 0, 13)
+def tokens(length=9):
+  return jax.random.randint(jax.random.key(0), (2, length), 0, 13)
 
 
 @pytest.mark.parametrize(
@@ -73,45 +79,57 @@ def test_the_future_does_not_matter():
 
 LAYERS: dict[str, dict[str, Any]] = {
   "reference": {},
-  "xla": {"implementation": "xla"},
+  # It would choose dense products for so small a model.
+  "xla": {"implementation": "xla", "dense_above": 1.0},
   "silu": {"activation": "silu", "implementation": None},
 }
 
 
-def objective(graphdef):
+def objective(graphdef, *, length=9):
   """A function of the parameters to which all layers and tokens contribute."""
 
   def of_params(params):
-    output = nnx.merge(graphdef, params)(tokens())
+    output = nnx.merge(graphdef, params)(tokens(length))
     return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
 
   return of_params
 
 
+def value_and_gradient(**changes):
+  graphdef, params = nnx.split(build(tiny(**changes)))
+  return jax.jit(jax.value_and_grad(objective(graphdef)))(params)
+
+
+def assert_close(expected, actual):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+    expected,
+    actual,
+  )
+
+
 @pytest.mark.parametrize("layer", LAYERS)
-def test_remat_changes_no_gradient(layer, monkeypatch):
-  # The xla implementation would choose dense products for so small a model.
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
-
-  def value_and_gradient(remat):
-    graphdef, params = nnx.split(build(tiny(**LAYERS[layer], remat=remat)))
-    return jax.jit(jax.value_and_grad(objective(graphdef)))(params)
-
-  expected = value_and_gradient("none")
+def test_remat_changes_no_gradient(layer):
+  expected = value_and_gradient(**LAYERS[layer])
   for remat in ("matmuls", "attention", "layer"):
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-      expected,
-      value_and_gradient(remat),
-    )
+    assert_close(expected, value_and_gradient(**LAYERS[layer], remat=remat))
+
+
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_recomputing_the_ffn_changes_no_gradient(remat):
+  fields = LAYERS["silu"] | {"remat": remat}
+  assert_close(
+    value_and_gradient(**fields),
+    value_and_gradient(**fields, ffn_residuals="recomputed"),
+  )
 
 
 @pytest.mark.parametrize("layer", ["reference", "silu"])
 def test_what_each_policy_keeps(layer):
   """In a block, and no more than the module's docstring says."""
 
-  def kept(remat):
-    config = tiny(**LAYERS[layer], remat=remat)
+  def kept(remat, **changes):
+    config = tiny(**LAYERS[layer], remat=remat, **changes)
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build(config)))
     backward = jax.eval_shape(
       lambda params: jax.vjp(objective(graphdef), params)[1], params
@@ -133,12 +151,70 @@ def test_what_each_policy_keeps(layer):
   everything = kept("none")
   assert all(everything[size] >= n for size, n in kept("matmuls").items())
   assert sum(everything.values()) > 8
+  assert neurons not in kept("none", ffn_residuals="recomputed")
+  assert kept("matmuls", ffn_residuals="recomputed") == {x: 3, key_or_value: 2}
+  assert kept("attention", ffn_residuals="recomputed") == {x: 1}
 
 
-def test_hot_neurons_reach_every_layer(monkeypatch):
+def calls(jaxpr):
+  """How often a function calls each kernel, those of its inner functions too.
+
+  Those of the bodies of loops are counted once.
+  """
+  counts: collections.Counter[str] = collections.Counter()
+  for equation in jaxpr.eqns:
+    primitive = equation.primitive.name
+    counts[equation.params.get("name", primitive)] += 1
+    for inner in jax.tree.leaves(
+      list(equation.params.values()),
+      is_leaf=lambda leaf: isinstance(leaf, core.Jaxpr | core.ClosedJaxpr),
+    ):
+      if isinstance(inner, core.ClosedJaxpr):
+        counts += calls(inner.jaxpr)
+      elif isinstance(inner, core.Jaxpr):
+        counts += calls(inner)
+  return counts
+
+
+@pytest.mark.parametrize(
+  ("remat", "ffn_residuals", "attention_runs", "gate_pack_runs"),
+  [
+    ("none", "kept", 1, 1),
+    ("matmuls", "kept", 1, 1),
+    ("attention", "kept", 1, 1),
+    ("matmuls", "recomputed", 1, 2),
+    ("layer", "kept", 2, 2),
+  ],
+)
+def test_kernels_run_again_only_if_asked_to(
+  remat, ffn_residuals, attention_runs, gate_pack_runs
+):
+  mesh = h200_mesh_with_cudnn(data=1, fsdp=2, tensor=1)
+  config = tiny(
+    d_model=64,
+    d_ff=256,
+    num_heads=8,
+    dtype="bfloat16",
+    implementation="mosaic",
+    attention="cudnn",
+    remat=remat,
+    ffn_residuals=ffn_residuals,
+  )
+  model = nnx.eval_shape(
+    lambda: TransformerLM(
+      config, partitioning=Partitioning(mesh), rngs=nnx.Rngs(0)
+    )
+  )
+  graphdef, params = nnx.split(model)
+  gradient = jax.grad(objective(graphdef, length=8))
+  counts = calls(jax.make_jaxpr(gradient)(params).jaxpr)
+  assert counts["dot_product_attention_fwd_wrapper"] == attention_runs
+  assert counts["dot_product_attention_bwd_wrapper"] == 1
+  assert counts["gate_pack"] == gate_pack_runs
+
+
+def test_hot_neurons_reach_every_layer():
   """And change no result, in a scan with remat."""
-  # The xla implementation would choose dense products for so small a model.
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
 
   def gradient(**changes):
     def loss(model):
@@ -146,12 +222,12 @@ def test_hot_neurons_reach_every_layer(monkeypatch):
       return jnp.mean(jnp.square(output.logits)) + jnp.sum(output.activity.l1)
 
     model = build(tiny(**changes))
-    assert model.layers.ffn.hot_neurons == changes.get("hot_neurons", 0)
+    assert model.layers.ffn.choices.hot_neurons == changes.get("hot_neurons", 0)
     return nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model))
 
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-    gradient(implementation="xla", hot_neurons=7, remat="layer"),
+    gradient(**LAYERS["xla"], hot_neurons=7, remat="layer"),
     gradient(),
   )
 

@@ -2,11 +2,14 @@
 
 import os
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 import pytest
 
+from pallas_kernels import tuning
+from pallas_kernels.gather_config import GatherConfig
+from tests.helpers.kernels import interpret_params, no_races
 from tests.ops.settings import SETTINGS
-from twell_jax.ops import xla
 
 
 @pytest.fixture
@@ -19,9 +22,26 @@ def rng():
 
 
 @pytest.fixture(params=SETTINGS)
-def setting(request, monkeypatch):
+def setting(request):
   """Each implementation, with each of its branches forced in turn."""
-  chosen = SETTINGS[request.param]
-  if chosen.sparse_share is not None:
-    monkeypatch.setattr(xla, "sparse_share", lambda *_: chosen.sparse_share)
-  return chosen
+  return SETTINGS[request.param]
+
+
+@pytest.fixture
+def interpreted():
+  """Kernels are interpreted, and have no races."""
+  with plgpu.force_gpu_interpret_mode(interpret_params()), no_races():
+    yield
+
+
+@pytest.fixture
+def whole_rows(monkeypatch, interpreted):
+  """One segment per row, as with thousands of tokens.
+
+  A few tokens are cut into segments of a few slots, and every block is
+  interpreted, whether there is work for it or not.
+  """
+  del interpreted
+  config = GatherConfig(rows_per_step=4, segment_length=1024)
+  for name in ("for_gathered", "for_gradient"):
+    monkeypatch.setattr(tuning, name, lambda *_, **__: config)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tests.ops.dense_layer import L1_WEIGHT, Case, Results, plain_results
+from twell_jax.formats import Capacities
 from twell_jax.ops import sparse_ffn
 
 
@@ -14,15 +15,14 @@ from twell_jax.ops import sparse_ffn
 class Setting:
   """An implementation, and the branch that it is made to take.
 
-  `sparse_share` is the active share of the neurons up to which the xla
-  implementation takes its sparse branch; None leaves it as it is. It counts
-  while a function is traced. `hot_share` is the part of the neurons that are
-  hot.
+  `dense_above` and `capacities` are those of `sparse_ffn`; `hot_share` is the
+  part of the neurons that are hot.
   """
 
   implementation: str
-  sparse_share: float | None = None
+  dense_above: float | None = None
   hot_share: float = 0.0
+  capacities: Capacities | None = None
 
   def __call__(self, x, gate, up, down):
     """The op, for a function that is compiled for this setting only."""
@@ -33,6 +33,8 @@ class Setting:
       down,
       implementation=self.implementation,
       hot_neurons=int(self.hot_share * gate.shape[0]),
+      capacities=self.capacities,
+      dense_above=self.dense_above,
     )
 
 
@@ -59,7 +61,7 @@ def results(case: Case, op) -> Results:
 
 @functools.cache
 def results_of(setting: Setting):
-  """`results` compiled, by case; to be traced with the setting in force."""
+  """`results` compiled, by case."""
   return jax.jit(lambda case: results(case, setting))
 
 

@@ -1,5 +1,6 @@
 """The split into hot and cold neurons: the op, the order and the choice."""
 
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from twell_jax.ops import (
   order_by_rate,
   rate_order,
   sparse_ffn,
-  xla,
 )
 
 SIZE = {"tokens": (9,), "d_model": 33, "d_ff": 40}
@@ -43,28 +43,31 @@ def results_of(case, **options) -> Results:
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize("hot_neurons", [1, 39, 40])
 @pytest.mark.parametrize("gated", [True, False])
-def test_any_split(implementation, hot_neurons, gated, rng, monkeypatch):
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
+def test_any_split(implementation, hot_neurons, gated, rng):
   case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
   case = case if gated else case.without_up()
   actual = results_of(
-    case, implementation=implementation, hot_neurons=hot_neurons
+    case,
+    implementation=implementation,
+    hot_neurons=hot_neurons,
+    dense_above=1.0,
   )
   assert_close(actual, oracle(case))
 
 
-def test_the_share_is_that_of_the_cold_neurons(rng, monkeypatch):
+def test_the_share_is_that_of_the_cold_neurons(rng):
   """Hot neurons that always fire do not make the others dense."""
   case = make_case(rng, "everything", **SIZE).as_dtype(jnp.float32)
   # 16 of 40 neurons are active, 40 %, and of the cold ones 4 of 28, 14 %.
   case.gate[16:] *= -1
   outputs = {}
   for share in (0.0, 0.2, 1.0):
-    monkeypatch.setattr(xla, "sparse_share", lambda *_, share=share: share)
     for hot_neurons in (0, 12):
 
-      def forward(*inputs, hot_neurons=hot_neurons):
-        return sparse_ffn(*inputs, hot_neurons=hot_neurons).y
+      def forward(*inputs, hot_neurons=hot_neurons, dense_above=share):
+        return sparse_ffn(
+          *inputs, hot_neurons=hot_neurons, dense_above=dense_above
+        ).y
 
       y = jax.jit(forward)(*case[:4])
       outputs[hot_neurons, share] = np.asarray(y)
@@ -76,7 +79,6 @@ def test_the_share_is_that_of_the_cold_neurons(rng, monkeypatch):
 
 
 def test_hot_neurons_are_dense_products(rng, monkeypatch):
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
   calls = []
   forward = dense_part.forward
 
@@ -86,7 +88,8 @@ def test_hot_neurons_are_dense_products(rng, monkeypatch):
 
   monkeypatch.setattr(dense_part, "forward", spied)
   case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
-  jax.eval_shape(lambda *inputs: sparse_ffn(*inputs, hot_neurons=12), *case[:4])
+  op = functools.partial(sparse_ffn, hot_neurons=12, dense_above=1.0)
+  jax.eval_shape(op, *case[:4])
   assert calls == [((9, 12), (12, 33), (12, 33))]
 
 

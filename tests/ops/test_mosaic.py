@@ -1,4 +1,4 @@
-"""The Mosaic implementation: interpreted on CPU, compiled for an H200."""
+"""The Mosaic implementation, interpreted."""
 
 import functools
 
@@ -10,64 +10,44 @@ import pytest
 from jax.sharding import AxisType
 
 from pallas_kernels import tuning
-from pallas_kernels.gather_config import GatherConfig
 from pallas_kernels.target import H200
-from tests.helpers.kernels import (
-  compile_for_h200,
-  interpret_params,
-  lower_for_cuda,
-  no_races,
-)
-from tests.ops.dense_layer import ACTIVITIES, Case, make_case, oracle
+from tests.ops.dense_layer import ACTIVITIES, Case, oracle
 from tests.ops.exactness import (
+  FLOATING,
   assert_no_less_exact_than_dense,
   assert_no_worse,
 )
+from tests.ops.mosaic_cases import bf16_case, op_for, shapes
 from tests.ops.settings import Setting, results, results_of, results_of_plain
-from twell_jax.formats import TwellMatrix
+from twell_jax.formats import Capacities
 from twell_jax.ops import (
+  dense_tokens,
   gate_pack,
-  mosaic,
-  reference,
   sharded_sparse_ffn,
   sparse_ffn,
 )
-
-# Nothing here divides anything, and the interpreter is slow.
-SIZE = {"tokens": (13,), "d_model": 33, "d_ff": 300}
-
-
-@pytest.fixture
-def interpreted():
-  with plgpu.force_gpu_interpret_mode(interpret_params()), no_races():
-    yield
-
-
-@pytest.fixture
-def whole_rows(monkeypatch, interpreted):
-  """One segment per token, as with thousands of them.
-
-  A few tokens are cut into segments of a few slots, and every block is
-  interpreted, whether there is work for it or not.
-  """
-  config = GatherConfig(rows_per_step=4, segment_length=1024)
-  monkeypatch.setattr(tuning, "for_gathered", lambda *_, matrices: config)
-
-
-def bf16_case(rng, activity, **changes):
-  return make_case(rng, activity, **SIZE | changes).as_dtype(jnp.bfloat16)
+from twell_jax.ops.mosaic_sizes import default_ell_width
 
 
 @pytest.mark.parametrize(
-  ("gated", "hot_share"), [(True, 0.0), (False, 0.0), (True, 0.4), (False, 0.4)]
+  ("gated", "hot_share", "capacities"),
+  [
+    (True, 0.0, None),
+    (False, 0.0, Capacities(8, 1)),
+    (True, 0.4, Capacities(30, 6)),
+    (False, 0.4, Capacities(1, 0)),
+  ],
 )
 @pytest.mark.usefixtures("whole_rows")
-def test_no_less_exact_than_dense(gated, hot_share, rng):
-  """Values and gradients; most activities overflow some tokens."""
+def test_no_less_exact_than_dense(
+  gated, hot_share, capacities, rng, monkeypatch
+):
+  """Values and gradients; most activities overflow some or all tokens."""
+  monkeypatch.setattr(dense_tokens, "BLOCKS", (4, 3))
   cases = [bf16_case(rng, activity) for activity in ACTIVITIES]
   if not gated:
     cases = [case.without_up() for case in cases]
-  setting = Setting("mosaic", hot_share=hot_share)
+  setting = Setting("mosaic", 1.0, hot_share, capacities)
   assert_no_less_exact_than_dense(cases, setting, jnp.bfloat16)
 
 
@@ -99,17 +79,15 @@ def test_cold_neurons_that_cancel_the_hot_ones(cold, gated, rng):
 @pytest.mark.usefixtures("interpreted")
 def test_rows_in_segments(rng):
   """As the config has it for a few tokens: their parts are added."""
-  cases = [
-    bf16_case(rng, activity, tokens=(3,), d_ff=200) for activity in ACTIVITIES
-  ]
-  assert_no_less_exact_than_dense(cases, Setting("mosaic"), jnp.bfloat16)
+  cases = [bf16_case(rng, activity, tokens=(3,)) for activity in ACTIVITIES]
+  assert_no_less_exact_than_dense(cases, Setting("mosaic", 1.0), jnp.bfloat16)
 
 
 def test_all_neurons_hot(rng):
   """Is the dense layer, and runs no kernel."""
   case = bf16_case(rng, "mixed")
   with plgpu.force_gpu_interpret_mode():
-    actual = jax.jit(op_for(300))(*case[:4])
+    actual = jax.jit(op_for(100))(*case[:4])
     expected = jax.jit(sparse_ffn, static_argnames="implementation")(
       *case[:4], implementation="reference"
     )
@@ -117,7 +95,7 @@ def test_all_neurons_hot(rng):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "d_model", "d_ff"), [((), 256, 256), ((2, 3), 1, 1)]
+  ("tokens", "d_model", "d_ff"), [((), 256, 128), ((2, 3), 1, 1)]
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_sizes(tokens, d_model, d_ff, rng):
@@ -125,7 +103,7 @@ def test_sizes(tokens, d_model, d_ff, rng):
     bf16_case(rng, activity, tokens=tokens, d_model=d_model, d_ff=d_ff)
     for activity in ACTIVITIES
   ]
-  assert_no_less_exact_than_dense(cases, Setting("mosaic"), jnp.bfloat16)
+  assert_no_less_exact_than_dense(cases, Setting("mosaic", 1.0), jnp.bfloat16)
 
 
 def inputs_with_pattern(rng, pattern):
@@ -145,7 +123,7 @@ def edge_pattern(rng, tokens, d_ff, config):
     tile = width * (token % (d_ff // width))
     pattern[token, tile : tile + count] = True
   # The row's own edge, spread so that no tile overflows.
-  row = mosaic.ell_width(d_ff)
+  row = default_ell_width(d_ff)
   for token, count in ((5, row), (6, row + 1)):
     pattern[token, rng.permutation(d_ff)[:count]] = True
   pattern[7:] = rng.random(pattern[7:].shape) < 0.02
@@ -155,17 +133,17 @@ def edge_pattern(rng, tokens, d_ff, config):
 @pytest.mark.usefixtures("whole_rows")
 def test_tokens_that_overflow(rng, monkeypatch):
   """Computed by dense products, three at a time."""
-  monkeypatch.setattr(mosaic, "_DENSE_TOKENS", 3)
+  monkeypatch.setattr(dense_tokens, "BLOCKS", (3,))
   tokens, d_ff = 16, 1024
   config = tuning.for_gate_pack(H200, tokens, d_ff, tokens)
   pattern = edge_pattern(rng, tokens, d_ff, config)
   x, gate, up, down = inputs_with_pattern(rng, pattern)
-  op = jax.jit(functools.partial(sparse_ffn, implementation="mosaic"))
+  op = jax.jit(op_for(0))
   exact = reference_in_float64(x, gate, up, down)
   # Nobody, one token of one block, several blocks, and everybody.
   per_tile = pattern.reshape(tokens, -1, config.tile_width).sum(2)
   overflows = (per_tile > config.slots).any(1)
-  overflows |= pattern.sum(1) > mosaic.ell_width(d_ff)
+  overflows |= pattern.sum(1) > default_ell_width(d_ff)
   for chosen in (
     np.flatnonzero(~overflows),
     np.append(np.flatnonzero(~overflows), 3),
@@ -191,7 +169,7 @@ def reference_in_float64(x, gate, up, down):
 # The interpreter's own products warn of the infinities in theirs.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-  ("bad", "hot_neurons"), [(np.nan, 0), (np.inf, 0), (-np.inf, 100)]
+  ("bad", "hot_neurons"), [(np.nan, 0), (np.inf, 0), (-np.inf, 40)]
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_a_non_finite_token(bad, hot_neurons, rng):
@@ -211,16 +189,46 @@ def test_a_non_finite_token(bad, hot_neurons, rng):
     assert not (gated and np.isfinite(y[4]).any())
 
 
+@pytest.mark.parametrize("hot_neurons", [0, 40])
+@pytest.mark.usefixtures("whole_rows")
+def test_the_switch_to_dense_products(hot_neurons, rng):
+  """At the activity up to which rows are gathered, and just above it."""
+  tokens, d_ff, active = 13, 100, 5
+  pattern = np.zeros((tokens, d_ff), bool)
+  for row in pattern:
+    row[rng.integers(hot_neurons, d_ff - active) + np.arange(active)] = True
+  inputs = map(np.asarray, inputs_with_pattern(rng, pattern))
+  dy = rng.normal(size=(tokens, tokens)).astype(jnp.bfloat16)
+  case = Case(*inputs, dy)
+  expected, plain = oracle(case), results_of_plain(case)
+  entries = tokens * (d_ff - hot_neurons)
+  for dense_above, computed_densely in (
+    ((tokens * active + 0.5) / entries, 0),
+    ((tokens * active - 0.5) / entries, tokens),
+    (0.0, tokens),
+  ):
+    op = op_for(hot_neurons, dense_above=dense_above)
+    activity = jax.jit(op)(*case[:4]).activity
+    assert activity.overflowed == 0
+    assert activity.dense_tokens == computed_densely
+    actual = jax.jit(lambda case, op=op: results(case, op))(case)
+    np.testing.assert_array_equal(actual.active, expected.active)
+    np.testing.assert_array_equal(actual.fired, expected.fired)
+    for name in FLOATING:
+      triple = [getattr(result, name) for result in (expected, actual, plain)]
+      assert_no_worse(name, [triple], jnp.bfloat16)
+
+
 @pytest.mark.usefixtures("whole_rows")
 def test_two_calls_give_the_same_bits(rng):
   case = bf16_case(rng, "heavy tail")
-  op = results_of(Setting("mosaic"))
+  op = results_of(Setting("mosaic", 1.0))
   jax.tree.map(np.testing.assert_array_equal, op(case), op(case))
 
 
 @pytest.mark.parametrize(
   ("shape", "hot_neurons"),
-  [((4, 1), 0), ((1, 4), 0), ((2, 2), 0), ((2, 2), 100)],
+  [((4, 1), 0), ((1, 4), 0), ((2, 2), 0), ((2, 2), 40)],
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_on_a_mesh(shape, hot_neurons, rng):
@@ -233,6 +241,7 @@ def test_on_a_mesh(shape, hot_neurons, rng):
     mesh=mesh,
     token_axes=("data",),
     hot_neurons=hot_neurons,
+    dense_above=1.0,
     implementation="mosaic",
   )
   actual = jax.jit(lambda case: results(case, op))(case)
@@ -269,7 +278,9 @@ def test_under_transforms(rng):
     return jax.lax.scan(layer, jnp.float32(0), weights)
 
   def results_by(implementation):
-    op = functools.partial(sparse_ffn, implementation=implementation)
+    op = functools.partial(
+      sparse_ffn, implementation=implementation, dense_above=1.0
+    )
     f = jax.grad(functools.partial(loss, op=op), (1, 2, 3), has_aux=True)
     return jax.jit(f)(*map(jnp.asarray, case[:4]))
 
@@ -284,52 +295,6 @@ def test_under_transforms(rng):
     actual,
     expected,
   )
-
-
-@pytest.mark.parametrize(("tile_width", "slots"), [(256, 32), (64, 8)])
-@pytest.mark.usefixtures("whole_rows")
-def test_gate_pack(tile_width, slots, rng):
-  case = bf16_case(rng, "heavy tail")
-  x = case.x.copy()
-  x[4, 5] = np.nan
-  sizes = {"tile_width": tile_width, "slots": slots}
-  actual = jax.jit(
-    functools.partial(gate_pack, implementation="mosaic", **sizes)
-  )(x, case.gate)
-  expected = gate_pack(x, case.gate, **sizes)
-  assert (actual.d_ff, actual.tile_width) == (300, tile_width)
-  np.testing.assert_array_equal(actual.counts, expected.counts)
-  np.testing.assert_array_equal(actual.columns, expected.columns)
-  np.testing.assert_array_equal(
-    actual.values.astype(np.float32), expected.values.astype(np.float32)
-  )
-
-
-def test_gate_pack_on_any_device(rng):
-  x = rng.normal(size=(5, 7)).astype(np.float32)
-  gate = rng.normal(size=(9, 7)).astype(np.float32)
-  matrix = gate_pack(x, gate, tile_width=4, slots=4)
-  z = reference.per_neuron(jnp.asarray(x), jnp.asarray(gate))
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    matrix,
-    TwellMatrix.pack(z, tile_width=4, slots=4),
-  )
-
-
-@pytest.mark.parametrize(
-  ("x", "gate", "message"),
-  [
-    (np.zeros((2, 3, 4)), np.zeros((5, 4)), r"x \(2, 3, 4\) and gate \(5, 4\)"),
-    (np.zeros((2, 3)), np.zeros((5, 4)), r"must be \[tokens, d_model\]"),
-    (np.zeros((2, 4), np.int32), np.zeros((5, 4)), "x is int32 and gate is f"),
-  ],
-)
-def test_gate_pack_refuses(x, gate, message):
-  with pytest.raises(ValueError, match=message):
-    gate_pack(jnp.asarray(x), jnp.asarray(gate))
-  with pytest.raises(ValueError, match="'cuda' is unknown: use one of"):
-    gate_pack(jnp.zeros((2, 4)), jnp.zeros((5, 4)), implementation="cuda")
 
 
 def test_refuses_what_it_cannot_do():
@@ -352,68 +317,3 @@ def test_refuses_rows_that_are_too_wide():
 def test_refuses_more_slots_than_a_work_list_can_number():
   with pytest.raises(ValueError, match=r"16777216 tokens × 128 slots .* fewer"):
     jax.eval_shape(op_for(0), *shapes(2**24, 256, 512))
-
-
-def shapes(tokens, d_model, d_ff):
-  matrix = jax.ShapeDtypeStruct((d_ff, d_model), jnp.bfloat16)
-  x = jax.ShapeDtypeStruct((tokens, d_model), jnp.bfloat16)
-  return x, matrix, matrix, matrix
-
-
-def op_for(hot_neurons):
-  return functools.partial(
-    sparse_ffn, implementation="mosaic", hot_neurons=hot_neurons
-  )
-
-
-@pytest.mark.parametrize(
-  ("tokens", "d_model", "d_ff", "hot_neurons"),
-  [
-    (16384, 2048, 5632, 0),
-    (16384, 2048, 5632, 640),
-    (1, 2048, 5632, 0),
-    (77, 576, 1000, 0),
-  ],
-)
-def test_compiles_for_an_h200(tokens, d_model, d_ff, hot_neurons):
-  compiled = compile_for_h200(
-    op_for(hot_neurons), *shapes(tokens, d_model, d_ff)
-  )
-  assert len(compiled.kernels) >= 2
-  for stats in compiled.kernels:
-    assert stats.spill_bytes == 0
-  # A dense activation is never in memory, of z, u and h there are blocks; hot
-  # neurons have theirs, and a sum in float32.
-  memory = compiled.executable.memory_analysis()
-  assert memory is not None
-  if tokens == 16384:
-    hot = tokens * (4 * d_model + 3 * 2 * hot_neurons) if hot_neurons else 0
-    dense = tokens * d_ff * 2
-    assert memory.temp_size_in_bytes < dense / 2 + hot
-
-
-def test_lowers_without_a_compiler(monkeypatch):
-  monkeypatch.setattr(mosaic.target, "device_of", lambda _: mosaic.target.H200)
-  text = lower_for_cuda(op_for(0), *shapes(5, 33, 100))
-  assert text.count("mosaic_gpu") >= 2
-
-
-def test_a_training_step_compiles():
-  """With remat and a scan over layers, as a model has them."""
-
-  def loss(weights, x):
-    def layer(x, weights):
-      y, activity = op_for(0)(x, *weights)
-      return x + y, activity.l1
-
-    x, l1 = jax.lax.scan(jax.checkpoint(layer), x, weights)
-    return jnp.sum(x.astype(jnp.float32)) + jnp.mean(l1)
-
-  x, *weights = shapes(64, 256, 512)
-  stacked = [
-    jax.ShapeDtypeStruct((2, *matrix.shape), matrix.dtype) for matrix in weights
-  ]
-  compiled = compile_for_h200(jax.grad(loss), stacked, x)
-  assert {"gate_pack", "gathered_up_down"} <= {
-    stats.name for stats in compiled.kernels
-  }

@@ -14,7 +14,6 @@ from twell_jax.ops import (
   sharded,
   sharded_sparse_ffn,
   sparse_ffn,
-  xla,
 )
 
 AXES = ("data", "fsdp", "tensor")
@@ -43,9 +42,9 @@ def placed(case, mesh):
   )
 
 
-def results_on(mesh, case, *, hot_neurons=0):
+def results_on(mesh, case, **options):
   def op(*inputs):
-    return sharded_sparse_ffn(*inputs, mesh=mesh, hot_neurons=hot_neurons)
+    return sharded_sparse_ffn(*inputs, mesh=mesh, **options)
 
   return jax.jit(lambda case: results(case, op))(placed(case, mesh))
 
@@ -60,12 +59,11 @@ def results_on(mesh, case, *, hot_neurons=0):
     ((1, 1, 4), False, 1.0),
   ],
 )
-def test_same_as_on_one_device(shape, gated, share, rng, monkeypatch):
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: share)
+def test_same_as_on_one_device(shape, gated, share, rng):
   mesh = mesh_of(*shape)
   case = make_case(rng, "heavy tail", **SIZE).as_dtype(jnp.float32)
   case = case if gated else case.without_up()
-  actual = results_on(mesh, case)
+  actual = results_on(mesh, case, dense_above=share)
   assert_close(actual, oracle(case))
   split = {
     "y": PartitionSpec(("data", "fsdp")),
@@ -87,7 +85,6 @@ def test_same_as_on_one_device(shape, gated, share, rng, monkeypatch):
 def test_hot_neurons_are_the_first_of_each_slice(
   shape, hot_neurons, hot_of_a_slice, rng, monkeypatch
 ):
-  monkeypatch.setattr(xla, "sparse_share", lambda *_: 1.0)
   calls = []
 
   def spied(*inputs, **options):
@@ -105,7 +102,9 @@ def test_hot_neurons_are_the_first_of_each_slice(
   gate, up, down = map(np.asarray, weights)
   case = case._replace(gate=gate, up=up, down=down)
   expected = oracle(case)
-  assert_close(results_on(mesh, case, hot_neurons=hot_neurons), expected)
+  assert_close(
+    results_on(mesh, case, hot_neurons=hot_neurons, dense_above=1.0), expected
+  )
   assert set(calls) == {hot_of_a_slice}
   slices = expected.fired.reshape(shape[-1], -1)
   cold = slices[:, hot_of_a_slice:]

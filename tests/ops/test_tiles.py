@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from twell_jax.formats.bits import rows_pattern
 from twell_jax.ops import tiles, xla
+from twell_jax.ops.choices import Choices
 
 COLUMNS = 300
 # One shape for all examples, so that it is compiled once.
@@ -99,7 +100,7 @@ def test_max_steps_bounds_the_steps(counts, tile, slots):
 def test_slots_divide_segments(d_model):
   for tokens in (*range(1, 70), 511, 4096):
     x: Any = jax.ShapeDtypeStruct((tokens, d_model), jnp.float32)
-    sizes = xla._sizes(x, 100)
+    sizes = xla._sizes(x, 100, Choices())
     assert 64 % sizes.slots == 0
     assert 1 <= sizes.tile <= tokens
     assert sizes.neuron_tile >= 1

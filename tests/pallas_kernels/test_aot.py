@@ -7,10 +7,12 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from pallas_kernels import aot
 from tests.helpers.kernels import (
   compile_for_h200,
+  h200_mesh_with_cudnn,
   interpret_params,
   lower_for_cuda,
   no_races,
@@ -136,6 +138,15 @@ def test_without_the_compiler(monkeypatch, tmp_path):
   monkeypatch.delenv("CI")
   with pytest.raises(pytest.skip.Exception, match="make setup-aot"):
     compile_for_h200(double(), SHAPE)
+
+
+def test_jax_is_told_of_a_cudnn_that_it_did_not_find(monkeypatch):
+  h200_mesh_with_cudnn(data=1)
+  monkeypatch.setattr(fused_attention_stablehlo, "cuda_versions", None)
+  with pytest.raises(RuntimeError, match="not detected"):
+    fused_attention_stablehlo.check_cudnn_version()
+  aot.find_compiler()
+  assert fused_attention_stablehlo.check_cudnn_version() > 90000
 
 
 def test_lowering_needs_no_compiler():

@@ -50,3 +50,30 @@ def test_hot_neurons_are_split_at_a_blocks_share(product, active, length):
 def test_default_refuses(arguments, message):
   with pytest.raises(ValueError, match=message):
     default(Product.SDDMM, **arguments)
+
+
+@ALL
+def test_a_layer_calls_it_by_token_or_by_neuron(product):
+  layer = {"tokens": 16384, "neurons": 5632, "width": 256, "active": 30}
+  by_token = {"m": 16384, "width": 256, "active": 30}
+  by_neuron = {"m": 5632, "width": 16384, "active": 30 * 16384 / 5632}
+  config = gradient_config.layer_config(product, k=2048, sm_count=8, **layer)
+  assert config == default(
+    product,
+    sm_count=8,
+    **(by_neuron if product.is_by_neuron else by_token),
+  )
+  # A token has at most 256 entries, a neuron any number of them.
+  assert (config.segment_length > 256) == product.is_by_neuron
+
+
+def test_what_goes_by_neuron():
+  by_neuron = {product for product in Product if product.is_by_neuron}
+  assert by_neuron == {Product.SDDMM_SPMM, Product.SPMM_TWO_VALUES}
+
+
+def test_a_layer_has_neurons():
+  with pytest.raises(ValueError, match="neurons=0 must be at least 1"):
+    gradient_config.layer_config(
+      Product.SDDMM_SPMM, tokens=1, neurons=0, k=256, width=1, active=1
+    )

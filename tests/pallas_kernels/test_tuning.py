@@ -6,9 +6,15 @@ import json
 
 import pytest
 
-from pallas_kernels import gate_pack_config, gather_config, tuning
+from pallas_kernels import (
+  gate_pack_config,
+  gather_config,
+  gradient_config,
+  tuning,
+)
 from pallas_kernels.gate_pack_config import GatePackConfig
 from pallas_kernels.gather_config import GatherConfig
+from pallas_kernels.gradient_config import Product
 from pallas_kernels.target import H200, Device
 
 MEASURED = tuning.Measured("2027-01-31", "0.11.2", "abc1234", 0.005, 0.5, 0.75)
@@ -110,6 +116,51 @@ def test_a_gathered_kernel_by_its_name_and_width():
   # The defaults of a prefill of so many tokens are long.
   assert segment_length(matrices=1, width=128) > 8
   assert segment_length(matrices=1, device=Device("NVIDIA H100", 132)) > 8
+
+
+EACH_PRODUCT = pytest.mark.parametrize("product", list(Product))
+
+
+def for_gradient(product, *, tokens=16384, width=256, device=H200, **options):
+  return tuning.for_gradient(
+    device, product, tokens, 5632, 2048, width, **options
+  )
+
+
+@EACH_PRODUCT
+def test_a_kernel_of_training_goes_by_tokens_or_by_neurons(product):
+  small = Device("NVIDIA H100 PCIe", 8)
+  by_neuron = product in (Product.SDDMM_SPMM, Product.SPMM_TWO_VALUES)
+  for active, options in ((64, {}), (30, {"active": 30})):
+    rows = (
+      {"m": 5632, "width": 16384, "active": active * 16384 / 5632}
+      if by_neuron
+      else {"m": 16384, "width": 256, "active": active}
+    )
+    assert for_gradient(
+      product, device=small, **options
+    ) == gradient_config.default_config(product, k=2048, sm_count=8, **rows)
+
+
+@EACH_PRODUCT
+def test_a_kernel_of_training_by_its_name_tokens_and_width(product):
+  tuned(
+    gather_entry(kernel=product.value, segment_length=4),
+    *(
+      gather_entry(kernel=other.value, segment_length=8)
+      for other in Product
+      if other != product
+    ),
+  )
+  assert for_gradient(product).segment_length == 4
+  assert for_gradient(product, tokens=4096).segment_length == 4
+  for options in (
+    {"tokens": 4095},
+    {"tokens": 16385},
+    {"width": 128},
+    {"device": Device("NVIDIA H100", 132)},
+  ):
+    assert for_gradient(product, **options).segment_length > 8
 
 
 def test_the_format_is_never_changed():

@@ -29,7 +29,7 @@ def _compilation_cache(tmp_path_factory):
     jax.config.update(name, value)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def config():
   # The reference implementation compiles in a fraction of the time.
   return TransformerConfig(
@@ -48,7 +48,7 @@ def single_mesh():
   return training.make_mesh(devices=jax.devices()[:1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def corpus():
   """Input and held-out batches of 8 sequences, without threads."""
   rng = np.random.default_rng(0)

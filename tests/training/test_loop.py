@@ -87,6 +87,42 @@ def test_interrupted_and_resumed_is_the_unbroken_run(run, corpus, tmp_path):
   assert resumed.held_out == whole.held_out
 
 
+def test_reordering_changes_nothing_but_the_order(
+  run, corpus, config, tmp_path
+):
+  def start(name, *, every=2, **arguments):
+    return run(
+      name,
+      config=dataclasses.replace(config, hot_neurons=8),
+      reorder_neurons_every_steps=every,
+      **arguments,
+    )
+
+  whole = start("whole")
+  # Once as neurons were re-ordered, and once between two re-orderings.
+  for name, step in (("fresh", 4), ("resume", 1)):
+    broken = start("broken", start=name, batches=stop_in(corpus, step))
+    assert broken.outcome == "interrupted"
+  assert training.saved_steps(tmp_path / "broken" / "checkpoints") == [4, 5]
+  resumed = start("broken", start="resume")
+  assert exact(tmp_path / "broken") == exact(tmp_path / "whole")
+  jax.tree.map(
+    np.testing.assert_array_equal, whole.state.params, resumed.state.params
+  )
+
+  plain = start("plain", every=0)
+  assert plain.held_out is not None
+  assert whole.held_out is not None
+  assert whole.held_out.loss == pytest.approx(plain.held_out.loss, rel=1e-6)
+  as_drawn, by_rate = exact(tmp_path / "plain"), exact(tmp_path / "whole")
+  for one, other in zip(as_drawn, by_rate, strict=True):
+    assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert other["frequent_neurons"] == one["frequent_neurons"]
+  # Eight of 24 neurons; the learning rate is nearly 0, and so is the drift.
+  for one, other in zip(as_drawn[-1]["hot_share"], by_rate[-1]["hot_share"]):
+    assert 0 < one < 0.4 < other < 1
+
+
 def test_a_killed_run_resumes_from_its_last_checkpoint(run, corpus, tmp_path):
   class Killed(Exception):
     pass
@@ -183,6 +219,17 @@ def test_errors_before_anything_is_written(run, config, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
+def test_neurons_without_an_order(run, config, single_mesh, tmp_path):
+  silu = dataclasses.replace(config, activation="silu", implementation=None)
+  options = dataclasses.replace(OPTIONS, reorder_neurons_every_steps=2)
+  message = "activation = 'silu' leaves no neuron silent"
+  with pytest.raises(ValueError, match=message):
+    run("run", config=silu, reorder_neurons_every_steps=2)
+  with pytest.raises(ValueError, match=message):
+    training.check_run(silu, options, mesh=single_mesh, workdir=tmp_path)
+  assert list(tmp_path.iterdir()) == []
+
+
 def test_resuming_with_another_shape(run, config):
   run("run", steps=3)
   with pytest.raises(ValueError, match=r"shape \(2, 24, 16\)"):
@@ -209,3 +256,11 @@ def test_input_that_ends(run, corpus):
 def test_options_are_checked(name):
   with pytest.raises(ValueError, match=f"{name} = 0 must be at least 1"):
     dataclasses.replace(OPTIONS, **dict[str, Any]({name: 0}))
+
+
+@pytest.mark.parametrize(
+  "name", ["eval_batches", "reorder_neurons_every_steps"]
+)
+def test_negative_options(name):
+  with pytest.raises(ValueError, match=f"{name} = -1 is negative: 0 is"):
+    dataclasses.replace(OPTIONS, **dict[str, Any]({name: -1}))

@@ -1,8 +1,12 @@
 import struct
 
+import jax.numpy as jnp
+import numpy as np
+import pytest
 from tensorboardX.proto import event_pb2
 
-from twell_jax.training import MetricsWriter, read_metrics
+from twell_jax.training import MetricsWriter, read_metrics, summarize
+from twell_jax.training.step import StepStatistics
 
 
 def write(directory, steps, *, start_step, loss=1.0):
@@ -79,3 +83,23 @@ def events(path):
     found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
     data = data[16 + length :]
   return found
+
+
+@pytest.mark.parametrize(
+  ("hot_neurons", "shards", "hot"),
+  [(0, 2, []), (2, 1, [0, 1]), (2, 2, [0, 3]), (6, 1, range(6))],
+)
+def test_neurons_that_fire_often(hot_neurons, shards, hot):
+  # Of 200 tokens: two neurons of the first layer are above 1 %, one just not.
+  fired = np.array([[90, 2, 0, 3, 1, 0], [0, 0, 0, 0, 0, 0]], np.int32)
+  layer, scalar = jnp.zeros(2, jnp.int32), jnp.float32(0)
+  statistics = StepStatistics(
+    **dict.fromkeys(StepStatistics._fields, scalar)
+    | {"overflowed": layer, "dense_tokens": layer, "fired": jnp.array(fired)}
+    | {"active": jnp.zeros((4, 2, 5, 10), jnp.int32)}
+  )
+  summary = summarize(statistics, hot_neurons=hot_neurons, shards=shards)
+  np.testing.assert_array_equal(summary.frequent_neurons, [2, 0])
+  # A layer without activations has none that are hot.
+  share = fired[0, list(hot)].sum() / fired[0].sum()
+  np.testing.assert_allclose(summary.hot_share, [share, 0], rtol=1e-6)

@@ -10,8 +10,9 @@ sort, no `nonzero`, no capacity, ascending columns.
     running count   2               |   3   | …      rank 2 → word 1, bit 0
 
 `rows_pattern` reads an activation along its rows (column = 32·word + bit).
-`columns_pattern` reads it down its columns, for the transposed products; there
-bit b of word w is row b·words + w, so that packing streams over whole rows.
+`columns_pattern` makes the pattern of its columns of those words, for the
+transposed products; there bit b of word w is row b·words + w, so that all bits
+of a word come from the same place of whole rows.
 """
 
 from typing import NamedTuple
@@ -54,37 +55,68 @@ class Pattern(NamedTuple):
     return self.running[:, -1]
 
 
-def _pattern(words: UInt32[Array, "rows words"]) -> Pattern:
+def make_pattern(words: UInt32[Array, "rows words"]) -> Pattern:
+  """The pattern that has these words."""
   ones = lax.population_count(words).astype(jnp.int32)
   return Pattern(words, jnp.cumsum(ones, axis=1))
 
 
-def rows_pattern(active: Bool[Array, "rows columns"]) -> Pattern:
-  """Pattern of the rows; column = 32·word + bit."""
+def pack(active: Bool[Array, "rows columns"]) -> UInt32[Array, "rows words"]:
+  """A bit for each column: column = 32·word + bit, unused bits 0."""
   rows, columns = active.shape
   num_words = -(-columns // 32)
   padded = jnp.pad(active, ((0, 0), (0, 32 * num_words - columns)))
   bits = jnp.left_shift(jnp.uint32(1), jnp.arange(32, dtype=jnp.uint32))
   spread = padded.reshape(rows, num_words, 32)
   words = jnp.where(spread, bits[None, None], jnp.uint32(0))
-  return _pattern(jnp.sum(words, axis=-1, dtype=jnp.uint32))
+  return jnp.sum(words, axis=-1, dtype=jnp.uint32)
 
 
-def columns_pattern(active: Bool[Array, "rows columns"]) -> Pattern:
-  """Pattern of the columns, one row of words per column of `active`.
+def rows_pattern(active: Bool[Array, "rows columns"]) -> Pattern:
+  """Pattern of the rows; column = 32·word + bit."""
+  return make_pattern(pack(active))
 
-  Row r of `active` is bit r // num_words of word r % num_words.
+
+def unpack(
+  words: UInt32[Array, "rows words"], columns: int
+) -> Bool[Array, "rows columns"]:
+  """What was packed, of so many columns."""
+  bit = jnp.arange(32, dtype=jnp.uint32)[None, None]
+  spread = (words[:, :, None] >> bit) & jnp.uint32(1)
+  return spread.reshape(words.shape[0], -1)[:, :columns] != 0
+
+
+def without_first(
+  words: UInt32[Array, "rows words"], columns: int
+) -> UInt32[Array, "rows words"]:
+  """The words with the bits of the first so many columns cleared."""
+  if columns == 0:
+    return words
+  kept = np.arange(32 * words.shape[1]).reshape(-1, 32) >= columns
+  mask = np.packbits(kept, axis=1, bitorder="little").view("<u4")
+  return words & jnp.asarray(mask.reshape(1, -1), jnp.uint32)
+
+
+def columns_pattern(
+  words: UInt32[Array, "rows words"], columns: int
+) -> Pattern:
+  """Pattern of the columns: one row of words for each of so many columns.
+
+  Row r of what was packed is bit r // num_words of word r % num_words.
   """
-  rows, columns = active.shape
+  rows, row_words = words.shape
   num_words = -(-rows // 32)
-  words = jnp.zeros((num_words, columns), jnp.uint32)
-  for bit in range(-(-rows // num_words)):
-    slab = active[bit * num_words : (bit + 1) * num_words]
-    word = jnp.where(slab, jnp.uint32(1 << bit), jnp.uint32(0))
-    words |= jnp.pad(word, ((0, num_words - slab.shape[0]), (0, 0)))
+  padded = jnp.pad(words, ((0, 32 * num_words - rows), (0, 0)))
+  slabs = padded.reshape(32, num_words, row_words)
+  column_bit = jnp.arange(32, dtype=jnp.uint32)[None, None]
+  by_column = jnp.zeros((num_words, row_words, 32), jnp.uint32)
+  for bit in range(32):
+    ones = (slabs[bit][:, :, None] >> column_bit) & jnp.uint32(1)
+    by_column |= ones << jnp.uint32(bit)
+  by_column = by_column.reshape(num_words, -1)[:, :columns]
   # Without the barrier XLA:CPU computes the words again for each element of
   # the transposed array.
-  return _pattern(lax.optimization_barrier(words).T)
+  return make_pattern(lax.optimization_barrier(by_column).T)
 
 
 def nth_active(

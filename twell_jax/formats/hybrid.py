@@ -263,14 +263,11 @@ class HybridMatrix:
         f" {ell.values.dtype}{list(expected)}, the values of the chosen tokens"
       )
     active = is_active(values) & rows.used[:, None]
-    bits = to_bits(values)
     # Counted again: computed in another order, z may round to another sign.
     counts = jnp.sum(active, axis=1, dtype=jnp.int32)
     return cls(
       ell=dataclasses.replace(ell, counts=rows.put(ell.counts, counts)),
-      dense=to_floats(
-        jnp.where(active, bits, jnp.zeros_like(bits)), values.dtype
-      ),
+      dense=_where(active, values),
       rows=rows,
     )
 
@@ -307,6 +304,19 @@ class HybridMatrix:
   def to_dense(self) -> Float[Array, "tokens d_ff"]:
     """The dense activation, with +0 elsewhere; NaN in rows with overflow."""
     return self.rows.put(self.ell.to_dense(), self.dense)
+
+
+def active_entries(z: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """The active entries of z, bit for bit, and +0 elsewhere."""
+  return _where(is_active(z), z)
+
+
+def _where(
+  chosen: Bool[Array, "*shape"], values: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """The chosen values, bit for bit, and +0 elsewhere."""
+  bits = to_bits(values)
+  return to_floats(jnp.where(chosen, bits, jnp.zeros_like(bits)), values.dtype)
 
 
 def _by_bits(move: Callable[..., Array], *arrays: Array) -> Array:

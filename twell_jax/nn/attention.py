@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from twell_jax.nn.config import ATTENTIONS, check_attention, check_choice
 from twell_jax.nn.partitioning import (
   Partitioning,
   constrain,
@@ -62,6 +63,70 @@ def causal_attention(
   return mixed.reshape(query.shape)
 
 
+def cudnn_attention(
+  query: Float[Array, "batch seq heads head_dim"],
+  key: Float[Array, "batch seq kv_heads head_dim"],
+  value: Float[Array, "batch seq kv_heads head_dim"],
+  *,
+  partitioning: Partitioning | None = None,
+) -> Float[Array, "batch seq heads head_dim"]:
+  """`causal_attention` by cuDNN's fused kernels, which hold no scores.
+
+  For the backward pass they keep, besides the arguments, the result and the
+  logarithm of each softmax's divisor.
+
+  Args:
+    query: In bfloat16 or float16, as key and value.
+    key: A head for each group of query heads.
+    value: As key.
+    partitioning: The mesh over which sequences and heads are cut.
+
+  Raises:
+    ValueError: A dtype or head_dim that cuDNN does not take (see
+      `TransformerConfig.attention`), a device that is no NVIDIA GPU, or no
+      cuDNN.
+  """
+  check_attention("cudnn", dtype=query.dtype.name, head_dim=query.shape[-1])
+  _check_platform(query, partitioning)
+  if partitioning is None:
+    return _cudnn(query, key, value)
+  # Each device computes its own sequences and heads. Left to the partitioner,
+  # cuDNN's primitives want all three arrays to lie alike, which a scan over
+  # layers that keeps them for the backward pass does not ensure.
+  spec = partitioning.sharding(("batch", None, "heads", None)).spec
+  return jax.shard_map(
+    _cudnn, mesh=partitioning.mesh, in_specs=spec, out_specs=spec
+  )(query, key, value)
+
+
+def _cudnn(query: Array, key: Array, value: Array) -> Array:
+  try:
+    return jax.nn.dot_product_attention(
+      query, key, value, is_causal=True, implementation="cudnn"
+    )
+  except RuntimeError as error:
+    raise ValueError(
+      f"attention = 'cudnn' and JAX has no cuDNN ({error}): install"
+      " nvidia-cudnn-cu13, which is part of jax[cuda13], or choose attention ="
+      " 'full'"
+    ) from error
+
+
+def _check_platform(x: Array, partitioning: Partitioning | None) -> None:
+  """Raises ValueError unless a computation on x is traced for a GPU."""
+  if partitioning is not None:
+    platform = partitioning.mesh.devices.flat[0].platform
+  else:
+    # The mesh may be a target without hardware.
+    target = jax.typeof(x).sharding.mesh.abstract_device
+    platform = jax.default_backend() if target is None else target.platform
+  if platform not in ("gpu", "cuda"):
+    raise ValueError(
+      "attention = 'cudnn' needs an NVIDIA GPU and this device is a"
+      f" {platform}: choose attention = 'full'"
+    )
+
+
 class Attention(nnx.Module):
   """Causal attention without biases; scores and softmax are float32.
 
@@ -77,12 +142,30 @@ class Attention(nnx.Module):
     num_kv_heads: int,
     head_dim: int,
     rope_theta: float = 100_000.0,
+    implementation: str = "full",
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
     init_std: float = 0.02,
     partitioning: Partitioning | None = None,
     rngs: nnx.Rngs,
   ):
+    """Draws the parameters.
+
+    Args:
+      d_model: Width of the input and the output.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; a divisor of num_heads.
+      head_dim: Width of a head; even.
+      rope_theta: Base of the rotary frequencies.
+      implementation: "full" or "cudnn", see `TransformerConfig.attention`.
+      dtype: Dtype of the computation; None is that of x.
+      param_dtype: Dtype of the parameters.
+      init_std: Standard deviation of the initial parameters.
+      partitioning: The mesh over which sequences and heads are cut.
+      rngs: Source of the initial parameters (stream "params").
+    """
+    check_choice("implementation", implementation, ATTENTIONS)
+    self.implementation = implementation
     self.rope_theta = rope_theta
     self.dtype = dtype
     self.partitioning = partitioning
@@ -136,6 +219,9 @@ class Attention(nnx.Module):
       project(self.key, "kv_heads"), positions, theta=self.rope_theta
     )
     value = project(self.value, "kv_heads")
-    mixed = causal_attention(query, key, value)
+    if self.implementation == "cudnn":
+      mixed = cudnn_attention(query, key, value, partitioning=self.partitioning)
+    else:
+      mixed = causal_attention(query, key, value)
     out = use_weight(self.out, dtype=dtype, partitioning=self.partitioning)
     return jnp.einsum("bshk,hkd->bsd", mixed, out)

@@ -4,12 +4,17 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any, Literal
 
-from twell_jax.ops import IMPLEMENTATIONS, ffn
+from twell_jax.formats import Capacities
+from twell_jax.ops import IMPLEMENTATIONS
+from twell_jax.ops.choices import Choices
 
 ACTIVATIONS = ("relu", "silu")
 REMAT_POLICIES = ("none", "matmuls", "attention", "layer")
+FFN_RESIDUALS = ("kept", "recomputed")
+ATTENTIONS = ("full", "cudnn")
 CROSS_ENTROPIES = ("full", "chunked")
 DTYPES = ("float32", "bfloat16", "float16")
+_CUDNN_DTYPES = ("bfloat16", "float16")
 
 PaperSize = Literal["0p5b", "1b", "1p5b", "2b"]
 # Size: number of layers, the only thing in which the paper's models differ.
@@ -39,10 +44,18 @@ class TransformerConfig:
     param_dtype: Name of the dtype of the parameters.
     remat: What the backward pass computes again instead of keeping it. "none":
       nothing, autodiff keeps what it asks for. "matmuls": all but the products
-      with the weights, so norms, rotary positions and softmax. "attention":
-      also the products of attention, so that of a block only its input and its
-      FFN's z and u are kept. "layer": everything, only each block's input is
-      kept.
+      with the weights, so norms, rotary positions and, without cuDNN, the
+      softmax. "attention": also attention's products with its weights, so that
+      of a block its input is kept, what its FFN asks for and cuDNN's result.
+      "layer": everything, only each block's input is kept.
+    ffn_residuals: Whether what the FFN asks for is "kept" or "recomputed" from
+      its input, which of dense layers saves most of the memory at two thirds of
+      the FLOPs of their forward pass.
+    attention: How attention is computed. "full": with the scores of all pairs
+      of tokens in memory, on any device and in any dtype. "cudnn": without
+      them, by cuDNN on an NVIDIA GPU, in half precision, for heads whose width
+      is a multiple of 8 up to 128, or 256 on Hopper GPUs, and for training with
+      sequences of even length.
     cross_entropy: How training computes the loss: "full" from the logits of all
       tokens, "chunked" without ever holding them.
     cross_entropy_chunk: How many tokens of a device have logits at a time.
@@ -51,6 +64,14 @@ class TransformerConfig:
     hot_neurons: First neurons of every layer that are computed for all tokens;
       a choice of speed (see `twell_jax.ops.sparse_ffn`). On a mesh, divisible
       by the size of its tensor axis.
+    ell_width: For implementation "mosaic", active neurons of a token that are
+      packed; None is 1/32 of the neurons, at least 128. Like the next two, a
+      choice of speed and memory (`twell_jax.formats.capacities` makes the first
+      two from measured activity).
+    dense_rows: Of the tokens with more, how many a device keeps for the
+      backward pass instead of computing them again; only with an ell_width.
+    dense_above: Share of active neurons above which a layer is computed by
+      dense products; None is the implementation's.
   """
 
   vocab_size: int
@@ -69,10 +90,15 @@ class TransformerConfig:
   dtype: str = "float32"
   param_dtype: str = "float32"
   remat: str = "none"
+  ffn_residuals: str = "kept"
+  attention: str = "full"
   cross_entropy: str = "full"
   cross_entropy_chunk: int = 2048
   implementation: str | None = None
   hot_neurons: int = 0
+  ell_width: int | None = None
+  dense_rows: int = 0
+  dense_above: float | None = None
 
   def __post_init__(self):
     for name in (
@@ -107,13 +133,28 @@ class TransformerConfig:
       )
     check_choice("activation", self.activation, ACTIVATIONS)
     check_choice("remat", self.remat, REMAT_POLICIES)
+    check_choice("ffn_residuals", self.ffn_residuals, FFN_RESIDUALS)
+    check_attention(
+      self.attention, dtype=self.dtype, head_dim=self.resolved_head_dim
+    )
     check_choice("cross_entropy", self.cross_entropy, CROSS_ENTROPIES)
     check_choice("dtype", self.dtype, DTYPES)
     check_choice("param_dtype", self.param_dtype, DTYPES)
     check_implementation(self.implementation, activation=self.activation)
-    check_hot_neurons(
-      self.hot_neurons, d_ff=self.d_ff, activation=self.activation
-    )
+    if self.dense_rows and self.ell_width is None:
+      raise ValueError(
+        f"dense_rows = {self.dense_rows} are kept for tokens with more than"
+        " ell_width active neurons, which is not given: set ell_width too"
+      )
+    check_choices(self.choices, d_ff=self.d_ff, activation=self.activation)
+
+  @property
+  def choices(self) -> Choices:
+    """How the sparse layers are computed."""
+    capacities = None
+    if self.ell_width is not None:
+      capacities = Capacities(self.ell_width, self.dense_rows)
+    return Choices(self.hot_neurons, capacities, self.dense_above)
 
   @property
   def resolved_head_dim(self) -> int:
@@ -157,6 +198,23 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     )
 
 
+def check_attention(attention: str, *, dtype: str, head_dim: int) -> None:
+  """Raises ValueError for an attention that cannot serve dtype or head_dim."""
+  check_choice("attention", attention, ATTENTIONS)
+  if attention != "cudnn":
+    return
+  if dtype not in _CUDNN_DTYPES:
+    raise ValueError(
+      f"attention = 'cudnn' computes in {' or '.join(_CUDNN_DTYPES)} and dtype"
+      f" = {dtype!r}: change dtype or choose attention = 'full'"
+    )
+  if head_dim % 8 or head_dim > 256:
+    raise ValueError(
+      "attention = 'cudnn' takes heads of a multiple of 8 up to 256 wide and"
+      f" head_dim = {head_dim}: change it or choose attention = 'full'"
+    )
+
+
 def check_implementation(
   implementation: str | None, *, activation: str
 ) -> None:
@@ -172,13 +230,19 @@ def check_implementation(
     )
 
 
-def check_hot_neurons(hot_neurons: int, *, d_ff: int, activation: str) -> None:
-  """Raises ValueError for a number that the layer cannot have."""
-  ffn.check_hot_neurons(hot_neurons, d_ff=d_ff)
-  if hot_neurons and activation != "relu":
+def check_choices(choices: Choices, *, d_ff: int, activation: str) -> None:
+  """Raises ValueError for choices that the layer cannot have."""
+  choices.check(d_ff=d_ff)
+  if choices != Choices() and activation != "relu":
+    changed = {
+      name: value
+      for name, value in choices._asdict().items()
+      if value != Choices._field_defaults[name]
+    }
+    name, value = next(iter(changed.items()))
     raise ValueError(
-      f"hot_neurons = {hot_neurons} splits sparse ReLU layers and activation ="
-      f" {activation!r} is dense: leave hot_neurons at 0 or choose activation ="
+      f"{name} = {value} is a choice for sparse ReLU layers and activation ="
+      f" {activation!r} is dense: leave {name} unset or choose activation ="
       " 'relu'"
     )
 

@@ -1,19 +1,23 @@
 """The feed-forward layer as a module, sparse or dense, for any Flax model."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from twell_jax.formats import Capacities
 from twell_jax.nn.config import (
   ACTIVATIONS,
   check_choice,
-  check_hot_neurons,
+  check_choices,
   check_implementation,
 )
 from twell_jax.nn.partitioning import Partitioning, parameter, use_weight
 from twell_jax.ops import Activity, FFNOutput, sharded_sparse_ffn, sparse_ffn
+from twell_jax.ops.choices import Choices
 
 
 class SparseFFN(nnx.Module):
@@ -39,6 +43,8 @@ class SparseFFN(nnx.Module):
     activation: str = "relu",
     implementation: str | None = None,
     hot_neurons: int = 0,
+    capacities: Capacities | None = None,
+    dense_above: float | None = None,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike = jnp.float32,
     init_std: float = 0.02,
@@ -54,6 +60,8 @@ class SparseFFN(nnx.Module):
       activation: "relu" (sparse) or "silu" (dense).
       implementation: See `sparse_ffn`; None is the platform's choice.
       hot_neurons: See `sparse_ffn`, and `sharded_sparse_ffn` for a mesh.
+      capacities: See `sparse_ffn`.
+      dense_above: See `sparse_ffn`.
       dtype: Dtype of the computation; None is that of x.
       param_dtype: Dtype of the parameters.
       init_std: Standard deviation of the initial parameters.
@@ -63,10 +71,11 @@ class SparseFFN(nnx.Module):
     """
     check_choice("activation", activation, ACTIVATIONS)
     check_implementation(implementation, activation=activation)
-    check_hot_neurons(hot_neurons, d_ff=d_ff, activation=activation)
+    choices = Choices(hot_neurons, capacities, dense_above)
+    check_choices(choices, d_ff=d_ff, activation=activation)
     self.activation = activation
     self.implementation = implementation
-    self.hot_neurons = hot_neurons
+    self.choices = choices
     self.dtype = dtype
     self.partitioning = partitioning
 
@@ -103,7 +112,7 @@ class SparseFFN(nnx.Module):
         up,
         down,
         implementation=self.implementation,
-        hot_neurons=self.hot_neurons,
+        **self.choices._asdict(),
       )
     return sharded_sparse_ffn(
       x,
@@ -114,7 +123,7 @@ class SparseFFN(nnx.Module):
       token_axes=self.partitioning.batch_axes,
       neuron_axis=self.partitioning.tensor_axis,
       implementation=self.implementation,
-      hot_neurons=self.hot_neurons,
+      **self.choices._asdict(),
     )
 
 
@@ -133,5 +142,6 @@ def _dense_silu(
     active=jnp.sum(nonzero, axis=-1),
     fired=jnp.sum(nonzero, axis=tuple(range(x.ndim - 1))),
     overflowed=jnp.int32(0),
+    dense_tokens=jnp.int32(math.prod(x.shape[:-1])),
   )
   return FFNOutput(jnp.einsum("...f,fd->...d", h, down), activity)

@@ -81,6 +81,11 @@ class Partitioning:
   fsdp_axis: str = "fsdp"
   tensor_axis: str = "tensor"
 
+  @property
+  def neuron_shards(self) -> int:
+    """Slices into which the neurons of a layer are cut."""
+    return self.mesh.shape[self.tensor_axis]
+
   def sharding(self, axes: Sequence[str | None]) -> NamedSharding:
     """Where an array with these logical axes is stored."""
     return NamedSharding(self.mesh, self._spec(axes))

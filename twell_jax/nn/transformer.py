@@ -5,16 +5,25 @@ The blocks are one module whose parameters are stacked along a leading axis
 
 What the scan keeps of a block for the backward pass is decided by a policy (the
 names are those of `TransformerConfig.remat`). With all but "none" it is the
-block's input, and of the products in the block
+block's input, and of what the block computes
 
-    matmuls     q, k, v, attention's output, the FFN's z and u
-    attention   the FFN's z and u
-    layer       none
+    matmuls     q, k, v, attention's output, what the FFN asks to be kept
+    attention   what the FFN asks to be kept
+    layer       nothing
+
+What the FFN asks for is the residuals that `sparse_ffn` names, packed where its
+implementation packs them, or z and u of the dense SiLU layer: neither is made
+again in the backward pass, unless `TransformerConfig.ffn_residuals` is
+"recomputed", under any policy. With cuDNN, "matmuls" and "attention" also keep
+its result, before the output matrix, and its softmax statistics; without, it is
+made again.
 
 Nothing else is kept, in particular no weight in the form in which it is used:
 gathered from the mesh, in the dtype of the computation.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +43,7 @@ from twell_jax.nn.partitioning import (
   use_weight,
 )
 from twell_jax.ops import Activity, FFNOutput
+from twell_jax.ops.ffn import RESIDUALS
 
 _STACKED = {nnx.PARTITION_NAME: "layers"}
 
@@ -44,7 +54,8 @@ class LMOutput(NamedTuple):
   Attributes:
     logits: Unnormalised log-probabilities of the next token, float32.
     activity: The `Activity` of every layer, stacked along a first axis: l1 [L],
-      active [L, batch, seq], fired [L, d_ff], overflowed [L].
+      active [L, batch, seq], fired [L, d_ff], overflowed [L] and
+      dense_tokens [L].
   """
 
   logits: Float[Array, "batch seq vocab"]
@@ -74,6 +85,7 @@ class Block(nnx.Module):
     rngs: nnx.Rngs,
   ):
     self.partitioning = partitioning
+    self.recomputes_ffn = config.ffn_residuals == "recomputed"
     self.attention_norm = _norm(config)
     self.attention = Attention(
       config.d_model,
@@ -81,6 +93,7 @@ class Block(nnx.Module):
       num_kv_heads=config.num_kv_heads,
       head_dim=config.resolved_head_dim,
       rope_theta=config.rope_theta,
+      implementation=config.attention,
       dtype=jnp.dtype(config.dtype),
       param_dtype=jnp.dtype(config.param_dtype),
       init_std=config.init_std,
@@ -94,7 +107,7 @@ class Block(nnx.Module):
       gated=config.gated,
       activation=config.activation,
       implementation=config.implementation,
-      hot_neurons=config.hot_neurons,
+      **config.choices._asdict(),
       dtype=jnp.dtype(config.dtype),
       param_dtype=jnp.dtype(config.param_dtype),
       init_std=config.init_std,
@@ -112,7 +125,11 @@ class Block(nnx.Module):
     x = constrain(x, ("batch", None, None), self.partitioning)
     x = x + self.attention(self.attention_norm(x), positions=positions)
     x = constrain(x, ("batch", None, None), self.partitioning)
-    output = self.ffn(self.ffn_norm(x))
+    run_ffn = SparseFFN.__call__
+    if self.recomputes_ffn:
+      # The scan already keeps XLA from merging the two computations.
+      run_ffn = nnx.remat(run_ffn, prevent_cse=False)
+    output = run_ffn(self.ffn, self.ffn_norm(x))
     return FFNOutput(x + output.y, output.activity)
 
 
@@ -213,8 +230,7 @@ class TransformerLM(nnx.Module):
 
     if self.config.remat != "none":
       # The scan already keeps XLA from merging the two computations.
-      policy = _POLICIES[self.config.remat]
-      run = nnx.remat(run, prevent_cse=False, policy=policy)
+      run = nnx.remat(run, prevent_cse=False, policy=remat_policy(self.config))
     scan = nnx.scan(
       run,
       in_axes=(0, nnx.Carry, None),
@@ -242,6 +258,10 @@ def _norm(config: TransformerConfig) -> RMSNorm:
   )
 
 
+_Policy = Callable[..., Any]
+_is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
 def _is_ffn_product(
   primitive: Primitive, *operands: Any, **params: Any
 ) -> bool:
@@ -249,14 +269,33 @@ def _is_ffn_product(
 
   These are [d_ff, d_model]; the weights of attention have an axis of heads.
   """
-  products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-  return products(primitive, *operands, **params) and any(
+  return _is_product(primitive, *operands, **params) and any(
     operand.ndim == 2 for operand in operands
   )
 
 
-_POLICIES = {
-  "matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "attention": _is_ffn_product,
-  "layer": jax.checkpoint_policies.nothing_saveable,
-}
+def _is_attention_product(
+  primitive: Primitive, *operands: Any, **params: Any
+) -> bool:
+  return _is_product(primitive, *operands, **params) and not _is_ffn_product(
+    primitive, *operands, **params
+  )
+
+
+def _is_cudnn_attention(primitive: Primitive, *_: Any, **__: Any) -> bool:
+  return primitive.name.startswith("dot_product_attention_fwd")
+
+
+def remat_policy(config: TransformerConfig) -> _Policy:
+  """What a block keeps besides its input, if its `remat` is not "none"."""
+  rules: list[_Policy] = [jax.checkpoint_policies.nothing_saveable]
+  if config.remat != "layer":
+    rules.append(_is_cudnn_attention)
+    if config.remat == "matmuls":
+      rules.append(_is_attention_product)
+    if config.ffn_residuals == "kept":
+      rules.append(_is_ffn_product)
+      rules.append(jax.checkpoint_policies.save_only_these_names(RESIDUALS))
+  return functools.reduce(
+    jax.checkpoint_policies.save_from_both_policies, rules
+  )

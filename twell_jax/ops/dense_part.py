@@ -88,7 +88,9 @@ def backward(
     return jnp.pad(matrix, ((0, gate.shape[0] - hot_neurons), (0, 0)))
 
   hot = slice(hot_neurons)
-  h, dz, du = reference.neuron_gradients(z, u, down[hot], dy, dl1)
+  h, dz, du = reference.neuron_gradients(
+    z, u, down[hot], dy, penalty=dl1 / x.shape[0]
+  )
   dx, dup = product(dz, gate[hot]), None
   if up is not None and du is not None:
     dx, dup = dx + product(du, up[hot]), rows(product(du.T, x))

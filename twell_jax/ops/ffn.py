@@ -2,8 +2,8 @@
 
 One `jax.custom_vjp` serves every implementation: a module with the functions of
 reference.py, `forward`, `forward_with_residuals` and `backward`, of the same
-signatures. `hot_neurons` is theirs to use, since only they know which products
-the two parts can share; dense_part.py has those of the hot neurons.
+signatures. The `Choices` are theirs to use, since only they know which products
+the hot neurons and the others can share; dense_part.py has those of the former.
 """
 
 import functools
@@ -11,14 +11,21 @@ from types import MappingProxyType, ModuleType
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from twell_jax.formats import Capacities
 from twell_jax.ops import mosaic, reference, xla
+from twell_jax.ops.choices import Choices
 from twell_jax.ops.outputs import Activity, FFNOutput
 
 IMPLEMENTATIONS = MappingProxyType(
   {"reference": reference, "xla": xla, "mosaic": mosaic}
 )
+
+# The name, for a rematerialisation policy, of what an implementation keeps for
+# its backward pass besides the inputs.
+RESIDUALS = "ffn_residuals"
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -31,6 +38,8 @@ def sparse_ffn(
   *,
   implementation: str | None = None,
   hot_neurons: int = 0,
+  capacities: Capacities | None = None,
+  dense_above: float | None = None,
 ) -> FFNOutput:
   """A feed-forward layer with a ReLU gate, computed at active neurons only.
 
@@ -62,13 +71,23 @@ def sparse_ffn(
       choice of speed, not of result. `order_by_rate` sorts a layer's neurons
       for it and `choose_hot_neurons` chooses the number; 0 computes all neurons
       at active tokens only.
+    capacities: For "mosaic", how many active neurons of a token are packed, and
+      how many of the tokens with more are kept for the backward pass; the rest
+      is computed again. A choice of speed and memory, not of result, that
+      `formats.capacities` makes from measured activity. By default 1/32 of the
+      neurons, at least 128, and no tokens. Larger than there are neurons and
+      tokens is as many as there are.
+    dense_above: Share of the neurons that is active, in the mean over tokens,
+      above which the call is computed by dense products throughout: decided on
+      device, counted in `Activity.dense_tokens`, a choice of speed. None is
+      what was measured on CPU for "xla", and modelled of an H200 for "mosaic".
 
   Returns:
     y, of the shape and dtype of x, and the activity of the call.
 
   Raises:
     ValueError: Shapes or dtypes that do not fit, an unknown implementation, or
-      hot_neurons that are no int from 0 to d_ff.
+      a choice out of its bounds.
     NotImplementedError: "mosaic" where the dtype, d_model or device is none of
       its own.
 
@@ -79,7 +98,8 @@ def sparse_ffn(
   x, gate, down = jnp.asarray(x), jnp.asarray(gate), jnp.asarray(down)
   up = None if up is None else jnp.asarray(up)
   check_arguments(x, gate, up, down)
-  check_hot_neurons(hot_neurons, d_ff=gate.shape[0])
+  choices = Choices(hot_neurons, capacities, dense_above)
+  choices.check(d_ff=gate.shape[0])
   name = "xla" if implementation is None else implementation
   if name not in IMPLEMENTATIONS:
     raise ValueError(
@@ -89,7 +109,7 @@ def sparse_ffn(
   if x.size == 0:
     return _no_tokens(x, gate)
   rows = x.reshape(-1, x.shape[-1])
-  y, activity = _ffn(IMPLEMENTATIONS[name], hot_neurons, rows, gate, up, down)
+  y, activity = _ffn(IMPLEMENTATIONS[name], choices, rows, gate, up, down)
   active = activity.active.reshape(x.shape[:-1])
   return FFNOutput(y.reshape(x.shape), activity._replace(active=active))
 
@@ -120,16 +140,6 @@ def check_arguments(
     raise ValueError(f"x is {x.dtype} but must be one of {', '.join(_DTYPES)}")
 
 
-def check_hot_neurons(hot_neurons: int, *, d_ff: int) -> None:
-  """Raises the ValueError of `sparse_ffn` about its hot neurons."""
-  is_int = isinstance(hot_neurons, int) and not isinstance(hot_neurons, bool)
-  if not is_int or not 0 <= hot_neurons <= d_ff:
-    raise ValueError(
-      f"hot_neurons = {hot_neurons!r} must be an int from 0 to d_ff = {d_ff}:"
-      " it is part of the program, not data"
-    )
-
-
 def _no_tokens(x: Array, gate: Array) -> FFNOutput:
   zero = jnp.zeros((), jnp.int32)
   activity = Activity(
@@ -137,6 +147,7 @@ def _no_tokens(x: Array, gate: Array) -> FFNOutput:
     active=jnp.zeros(x.shape[:-1], jnp.int32),
     fired=jnp.zeros(gate.shape[:1], jnp.int32),
     overflowed=zero,
+    dense_tokens=zero,
   )
   return FFNOutput(jnp.zeros_like(x), activity)
 
@@ -158,28 +169,27 @@ def _spread_broken(output: FFNOutput, x: Array, up: Array | None) -> FFNOutput:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ffn(
   module: ModuleType,
-  hot_neurons: int,
+  choices: Choices,
   x: Array,
   gate: Array,
   up: Array | None,
   down: Array,
 ) -> FFNOutput:
-  output = module.forward(x, gate, up, down, hot_neurons=hot_neurons)
+  output = module.forward(x, gate, up, down, choices=choices)
   return _spread_broken(output, x, up)
 
 
-def _ffn_forward(module, hot_neurons, x, gate, up, down):
+def _ffn_forward(module, choices, x, gate, up, down):
   output, kept = module.forward_with_residuals(
-    x, gate, up, down, hot_neurons=hot_neurons
+    x, gate, up, down, choices=choices
   )
+  kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, RESIDUALS), kept)
   return _spread_broken(output, x, up), (kept, x, gate, up, down)
 
 
-def _ffn_backward(module, hot_neurons, residuals, cotangents):
+def _ffn_backward(module, choices, residuals, cotangents):
   dl1 = cotangents.activity.l1
-  return tuple(
-    module.backward(*residuals, cotangents.y, dl1, hot_neurons=hot_neurons)
-  )
+  return tuple(module.backward(*residuals, cotangents.y, dl1, choices=choices))
 
 
 _ffn.defvjp(_ffn_forward, _ffn_backward)

@@ -1,54 +1,84 @@
 """The layer by Mosaic GPU kernels, for Hopper GPUs, in bfloat16.
 
-    x, gate ─► gate_pack: matmul, ReLU and TwELL in one kernel
-                 │
-                 ├► counts: which tokens overflowed a tile, or the ELL row
-                 ▼
-               ELL rows ─► work list, longest first ─► gathered up/down ─► y
-                                                            │
-    hot neurons: dense products for all tokens ─── y0 ──────┘
+    forward                                          kept for the backward pass
+      x, gate ─► gate_pack: matmul, ReLU and TwELL
+                   │
+                   ▼
+                 ELL rows P ─────────────────────────► P
+                   │  └► counts: who overflowed a tile, or the ELL row
+                   ▼                    │
+                 products at the        │
+                 entries: U, h, y ──────┼────────────► U
+                   ▲                    ▼
+      hot neurons ─┘      dense tokens, in blocks ───► z, u of the first ones
+      dense products: y0, z, u ──────────────────────► z, u of the hot ones
 
-The kernels are in pallas_kernels; here is what joins them: sizes, padding, and
-the tokens that do not fit. A token with more active neurons in a tile than the
-tile has slots, or more in all than an ELL row has, is computed by dense
-products instead, a fixed number of such tokens at a time: any number of them,
-in bounded memory, decided on device. The result depends on none of this.
+    backward
+      P ─► lists of each neuron ─► products at the entries ─► dx, dW
+                                   dense tokens, in blocks ──► + ─► rounded
+                                   hot neurons ──────────────► +
 
-The backward pass is the dense layer's: z and u are computed again, so nothing
-but the inputs is kept.
+The kernels are in pallas_kernels; packed_products.py composes them, and
+dense_part.py and dense_tokens.py have the dense products. Here is what joins
+them: sizes, padding, and who is computed how.
+
+A token with more active neurons in a tile than the tile has slots, or more in
+all than an ELL row has, is computed by dense products, in blocks: any number of
+them, in bounded memory, decided on device. So are all tokens of a call whose
+entries are so many that gathering their rows would take longer. The result
+depends on none of this.
 """
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import gathered, rows, target, tuning, work_list
-from twell_jax.formats import EllMatrix, TwellMatrix
+from pallas_kernels import rows, target, tuning
+from twell_jax.formats import EllMatrix, HybridMatrix, RowMap
 from twell_jax.formats.bits import is_active
-from twell_jax.ops import dense_part, reference
-from twell_jax.ops.gate import (
-  check_dtype,
-  pack_by_kernel,
-  pad_to_multiples,
-)
+from twell_jax.ops import dense_part, dense_tokens, packed_products, reference
+from twell_jax.ops.choices import Choices
+from twell_jax.ops.dense_tokens import DenseRows
+from twell_jax.ops.gate import pack_by_kernel, pad_to_multiples
+from twell_jax.ops.mosaic_sizes import Sizes, choose_sizes
 from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
-
-# Tokens that overflowed and are computed at once: few enough that one of them
-# costs little, enough that all of them use the tensor cores.
-_DENSE_TOKENS = 512
+from twell_jax.ops.packed_products import Packed, PackedLayer
 
 
-def ell_width(d_ff: int) -> int:
-  """Active neurons of a token up to which it goes through the gathered kernel.
+class _Hot(NamedTuple):
+  """What the hot neurons give: y not rounded, the sum of |h|, z and u.
 
-  1/32 of the neurons, at least 128. Gathering breaks even with dense products
-  at less than 1/100 (`hot_cold.H200.break_even`), so a token beyond this width
-  is better computed densely; it is as wide as it is because dense tokens come
-  in blocks.
+  y has the even elements of a padded row first, then the odd ones, as the
+  gathered kernels read a float32 y0: no copy of it is made.
   """
-  return min(d_ff, max(128, -(-d_ff // 32 // 128) * 128))
+
+  halves: Float32[Array, "tokens 2 half"]
+  l1: Float32[Array, ""]
+  z: Float[Array, "tokens hot"]
+  u: Float[Array, "tokens hot"] | None
+
+
+class _Split(NamedTuple):
+  """A call, and what is computed how.
+
+  Attributes:
+    layer: The entries of the neurons that are not hot; tokens that are computed
+      densely have none.
+    hot: The part of the hot neurons, if there are any.
+    overflowed: Number of tokens that do not fit.
+  """
+
+  layer: PackedLayer
+  hot: _Hot | None
+  overflowed: Int32[Array, ""]
+
+  @property
+  def y0(self) -> Float32[Array, "tokens padded"] | None:
+    """What the entries' part of y is added to."""
+    return None if self.hot is None else _interleaved(self.hot.halves)
 
 
 def forward(
@@ -57,47 +87,16 @@ def forward(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> FFNOutput:
   """The layer and its activity; see ffn.py."""
-  check_dtype(x)
-  if x.shape[1] > rows.MAX_WIDTH:
-    raise NotImplementedError(
-      f"the Mosaic kernels hold rows of up to {rows.MAX_WIDTH} numbers and"
-      f" d_model is {x.shape[1]}: use implementation='xla'"
-    )
-  tokens, d_ff = x.shape[0], gate.shape[0]
-  if tokens * ell_width(d_ff) >= 2**31:
-    raise ValueError(
-      f"{tokens} tokens × {ell_width(d_ff)} slots must be below 2^31, the range"
-      " of the work list: call the layer on fewer tokens at once"
-    )
+  sizes = choose_sizes(x, gate.shape[0], choices)
   device = target.device_of(x)
-  if hot_neurons == d_ff:
-    return reference.forward(x, gate, up, down, hot_neurons=hot_neurons)
-
-  hot = _hot_part(x, gate, up, down, hot_neurons) if hot_neurons else None
-  # A copy of the rows, which the kernel reads once. Those of up and down are
-  # read where they lie.
-  cold_gate = gate[hot_neurons:] if hot_neurons else gate
-  packed = _packed(x, cold_gate, device)
-  ell = EllMatrix.from_twell(packed, width=ell_width(packed.d_ff))
-  cold = _gathered(x, up, down, ell, hot, hot_neurons, device)
-  cold = _with_overflowed(
-    cold, ell.overflow, x, cold_gate, up, down, hot, hot_neurons
-  )
-  active, fired, l1 = cold.active, cold.fired, cold.l1
-  if hot is not None:
-    active = hot.active + active
-    fired = jnp.concatenate([hot.fired, fired])
-    l1 = hot.l1 + l1
-  activity = Activity(
-    l1=l1 / tokens,
-    active=active,
-    fired=fired,
-    overflowed=jnp.sum(ell.overflow, dtype=jnp.int32),
-  )
-  return FFNOutput(cold.y, activity)
+  if choices.hot_neurons == gate.shape[0]:
+    return reference.forward(x, gate, up, down, choices=choices)
+  split = _split(x, gate, up, down, sizes, device, choices.hot_neurons)
+  packed = packed_products.forward_only(split.layer, y0=split.y0)
+  return _complete(split, packed, None, x, gate, up, down).output
 
 
 def forward_with_residuals(
@@ -106,14 +105,25 @@ def forward_with_residuals(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Forward:
-  """`forward`, which keeps nothing."""
-  return Forward(forward(x, gate, up, down, hot_neurons=hot_neurons), ())
+  """`forward`, keeping P and U, packed."""
+  sizes = choose_sizes(x, gate.shape[0], choices)
+  device = target.device_of(x)
+  if choices.hot_neurons == gate.shape[0]:
+    return reference.forward_with_residuals(x, gate, up, down, choices=choices)
+  split = _split(x, gate, up, down, sizes, device, choices.hot_neurons)
+  packed = packed_products.forward(split.layer, y0=split.y0)
+  dense_rows = None
+  if sizes.dense_rows:
+    zeros = jnp.zeros((sizes.dense_rows, split.layer.p.d_ff), x.dtype)
+    dense_rows = DenseRows(zeros, None if up is None else zeros)
+  done = _complete(split, packed, dense_rows, x, gate, up, down)
+  return Forward(done.output, _keep(split, packed, done, sizes.dense_rows))
 
 
 def backward(
-  kept: tuple[()],
+  kept: "_Kept | tuple[Array, ...]",
   x: Float[Array, "tokens d_model"],
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
@@ -121,37 +131,136 @@ def backward(
   dy: Float[Array, "tokens d_model"],
   dl1: Float[Array, ""],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Gradients:
-  """The dense layer's gradients, from z and u computed again."""
-  del kept
-  z = reference.per_neuron(x, gate)
-  again = (z,) if up is None else (z, reference.per_neuron(x, up))
-  return reference.backward(
-    again, x, gate, up, down, dy, dl1, hot_neurons=hot_neurons
+  """Gradients of sum(dy ⊙ y) + dl1 · l1, rounded once."""
+  if not isinstance(kept, _Kept):  # All neurons are hot.
+    return reference.backward(kept, x, gate, up, down, dy, dl1, choices=choices)
+  hot_neurons, d_model = choices.hot_neurons, x.shape[1]
+  sizes = choose_sizes(x, gate.shape[0], choices)
+  ell = kept.p.ell
+  ell = dataclasses.replace(ell, columns=ell.columns.astype(jnp.int32))
+  layer = _packed_layer(x, gate, up, down, ell, sizes, target.device_of(x))
+  penalty = dl1 / x.shape[0]
+
+  gradients = packed_products.backward(
+    layer, kept.u, _pad_rows(dy), penalty=penalty
+  )
+  dense_rows = None
+  if sizes.dense_rows:
+    dense_rows = DenseRows(kept.p.dense, kept.u_rows)
+  cold = slice(hot_neurons, None)
+  gradients = dense_tokens.backward(
+    jax.tree.map(lambda part: part[:, :d_model], gradients),
+    ell.overflow,
+    dense_rows,
+    x,
+    gate[cold],
+    None if up is None else up[cold],
+    down[cold],
+    dy,
+    penalty=penalty,
+  )
+  if kept.hot_z is not None:
+    of_hot = dense_part.backward(
+      kept.hot_z, kept.hot_u, x, gate, up, down, dy, dl1
+    )
+    gradients = _with_hot(gradients, of_hot, hot_neurons)
+  return jax.tree.map(lambda part: part.astype(x.dtype), gradients)
+
+
+class _Kept(NamedTuple):
+  """What the backward pass needs besides the inputs: P and U, packed.
+
+  Attributes:
+    p: Gate values of the neurons that are not hot, its columns in 16 bits where
+      these suffice.
+    u: Their up values, in the ELL part.
+    u_rows: Likewise, in the dense rows.
+    hot_z: Gate pre-activations of the hot neurons.
+    hot_u: Their up values.
+  """
+
+  p: HybridMatrix
+  u: Float[Array, "tokens width"] | None
+  u_rows: Float[Array, "dense_rows cold"] | None
+  hot_z: Float[Array, "tokens hot"] | None
+  hot_u: Float[Array, "tokens hot"] | None
+
+
+class _Done(NamedTuple):
+  """The output, and what there is to keep of the tokens computed densely."""
+
+  output: FFNOutput
+  counts: Int32[Array, "tokens"]  # of the neurons that are not hot
+  dense_rows: DenseRows | None
+
+
+def _keep(split: _Split, packed: Packed, done: _Done, dense_rows: int) -> _Kept:
+  layer, hot = split.layer, split.hot
+  columns = layer.p.columns
+  if layer.p.d_ff <= 2**16:
+    columns = columns.astype(jnp.uint16)
+  ell = dataclasses.replace(layer.p, columns=columns, counts=done.counts)
+  dtype = ell.values.dtype
+  rows_kept = done.dense_rows
+  if rows_kept is None:
+    rows_kept = DenseRows(jnp.zeros((0, ell.d_ff), dtype), None)
+  return _Kept(
+    p=HybridMatrix(
+      ell=ell,
+      dense=rows_kept.p,
+      rows=RowMap.choose(ell.overflow, capacity=dense_rows),
+    ),
+    u=None if packed.u is None else packed.u.astype(dtype),
+    u_rows=rows_kept.u,
+    hot_z=None if hot is None else hot.z,
+    hot_u=None if hot is None else hot.u,
   )
 
 
-class _Hot(NamedTuple):
-  """What the hot neurons give: y not rounded, the sum of |h|, who fired.
+def _split(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  sizes: Sizes,
+  device: target.Device,
+  hot_neurons: int,
+) -> _Split:
+  """Packs the activation, and decides who is computed densely."""
+  hot = _hot_part(x, gate, up, down, hot_neurons) if hot_neurons else None
+  # A copy of the rows, which the kernel reads once. Those of up and down are
+  # read where they lie.
+  cold_gate = gate[hot_neurons:] if hot_neurons else gate
+  config = tuning.for_gate_pack(device, x.shape[0], *cold_gate.shape)
+  packed = pack_by_kernel(x, cold_gate, config=config, device=device)
+  ell = EllMatrix.from_twell(packed, width=sizes.width)
+  overflowed = jnp.sum(ell.overflow, dtype=jnp.int32)
+  too_active = jnp.sum(ell.stored, dtype=jnp.int32) > sizes.max_active
+  ell = dataclasses.replace(ell, overflow=ell.overflow | too_active)
+  layer = _packed_layer(x, gate, up, down, ell, sizes, device)
+  return _Split(layer, hot, overflowed)
 
-  y has the even elements of a padded row first, then the odd ones, as the
-  gathered kernels read a float32 y0: no copy of it is made.
-  """
 
-  halves: Float[Array, "tokens 2 half"]
-  l1: Float[Array, ""]
-  active: Int32[Array, "tokens"]
-  fired: Int32[Array, "hot"]
-
-
-class _Cold(NamedTuple):
-  """What the other neurons give; y is that of all neurons."""
-
-  y: Float[Array, "tokens d_model"]
-  l1: Float[Array, ""]
-  active: Int32[Array, "tokens"]
-  fired: Int32[Array, "cold"]
+def _packed_layer(
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  ell: EllMatrix,
+  sizes: Sizes,
+  device: target.Device,
+) -> PackedLayer:
+  return PackedLayer(
+    x=_pad_rows(x),
+    gate=_pad_rows(gate),
+    up=None if up is None else _pad_rows(up),
+    down=_pad_rows(down),
+    p=ell,
+    max_active=sizes.max_active,
+    device=device,
+  )
 
 
 def _hot_part(
@@ -166,66 +275,76 @@ def _hot_part(
   padded = _pad_rows(down[hot])
   halves = jnp.concatenate([padded[:, 0::2], padded[:, 1::2]], axis=1)
   part = dense_part.forward(x, z, None if up is None else up[hot], halves)
-  active = is_active(z)
-  return _Hot(
-    halves=part.y.reshape(x.shape[0], 2, -1),
-    l1=part.l1,
-    active=jnp.sum(active, axis=1, dtype=jnp.int32),
-    fired=jnp.sum(active, axis=0, dtype=jnp.int32),
-  )
+  return _Hot(part.y.reshape(x.shape[0], 2, -1), part.l1, z, part.u)
 
 
-def _packed(
+def _complete(
+  split: _Split,
+  packed: Packed,
+  dense_rows: DenseRows | None,
   x: Float[Array, "tokens d_model"],
-  gate: Float[Array, "cold d_model"],
-  device: target.Device,
-) -> TwellMatrix:
-  config = tuning.for_gate_pack(device, x.shape[0], gate.shape[0], x.shape[1])
-  return pack_by_kernel(x, gate, config=config, device=device)
-
-
-def _gathered(
-  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
-  ell: EllMatrix,
-  hot: _Hot | None,
-  hot_neurons: int,
-  device: target.Device,
-) -> _Cold:
-  """The gathered kernel, over the tokens that did not overflow."""
+) -> _Done:
+  """The output, from the products at the entries and all other parts."""
+  layer, hot, overflowed = split
   tokens, d_model = x.shape
-  width = ell.width
-  x, down = _pad_rows(x), _pad_rows(down)
-  config = tuning.for_gathered(
-    device,
-    tokens,
-    down.shape[0],
-    down.shape[1],
-    width,
-    matrices=1 if up is None else 2,
-  )
-  work = work_list.of_ell(ell.stored, width=width, length=config.segment_length)
-  operands: dict[str, Any] = {
-    # Hot neurons come first, so cold column 0 is row `hot_neurons`.
-    "columns": (ell.columns + hot_neurons).reshape(-1),
-    "values": ell.values.astype(jnp.float32).reshape(-1),
-    "work": work,
-    "y0": None if hot is None else _interleaved(hot.halves),
-    "config": config,
-    "interpret": target.interpret_params(),
-  }
-  if up is None:
-    y = gathered.gathered_down(down, m=tokens, **operands)
-    l1 = jnp.sum(operands["values"])
-  else:
-    y, l1 = gathered.gathered_up_down(x, _pad_rows(up), down, **operands)
-    l1 = jnp.sum(l1)
+  p = layer.p
   # A slot that holds no entry counts nowhere.
-  used = jnp.arange(width, dtype=jnp.int32)[None] < ell.stored[:, None]
-  fired = jnp.zeros((ell.d_ff,), jnp.int32)
-  fired = fired.at[jnp.where(used, ell.columns, ell.d_ff)].add(1, mode="drop")
-  return _Cold(y[:, :d_model], l1, ell.counts, fired)
+  fired = jnp.zeros((p.d_ff,), jnp.int32)
+  columns = jnp.where(layer.used, p.columns, p.d_ff)
+  fired = fired.at[columns].add(1, mode="drop")
+  added = None
+  if hot is not None:
+
+    def added(rows: RowMap) -> Float32[Array, "slots d_model"]:
+      return _interleaved(rows.take(hot.halves))[:, :d_model]
+
+  cold = slice(layer.hot_neurons, None)
+  sums = dense_tokens.forward(
+    dense_tokens.Sums(
+      packed.y[:, :d_model], packed.l1, p.counts, fired, dense_rows
+    ),
+    p.overflow,
+    x,
+    gate[cold],
+    None if up is None else up[cold],
+    down[cold],
+    added=added,
+  )
+  active, fired, l1 = sums.active, sums.fired, sums.l1
+  if hot is not None:
+    hot_active = is_active(hot.z).astype(jnp.int32)
+    active += jnp.sum(hot_active, axis=1)
+    fired = jnp.concatenate([jnp.sum(hot_active, axis=0), fired])
+    l1 += hot.l1
+  activity = Activity(
+    l1=l1 / tokens,
+    active=active,
+    fired=fired,
+    overflowed=overflowed,
+    dense_tokens=jnp.sum(p.overflow, dtype=jnp.int32),
+  )
+  return _Done(FFNOutput(sums.y, activity), sums.active, sums.rows)
+
+
+def _with_hot(
+  gradients: Gradients, of_hot: Gradients, hot_neurons: int
+) -> Gradients:
+  """Both parts of dx added up, and of each matrix one above the other."""
+
+  def stacked(rows, cold_rows):
+    if rows is None or cold_rows is None:
+      return None
+    return jnp.concatenate([rows[:hot_neurons], cold_rows])
+
+  return Gradients(
+    x=of_hot.x + gradients.x,
+    gate=stacked(of_hot.gate, gradients.gate),
+    up=stacked(of_hot.up, gradients.up),
+    down=stacked(of_hot.down, gradients.down),
+  )
 
 
 def _interleaved(
@@ -238,54 +357,3 @@ def _pad_rows(
   matrix: Float[Array, "rows d_model"],
 ) -> Float[Array, "rows padded"]:
   return pad_to_multiples(matrix, (1, rows.WIDTH_MULTIPLE))
-
-
-def _with_overflowed(
-  cold: _Cold,
-  overflow: Bool[Array, "tokens"],
-  x: Float[Array, "tokens d_model"],
-  cold_gate: Float[Array, "cold d_model"],
-  up: Float[Array, "d_ff d_model"] | None,
-  down: Float[Array, "d_ff d_model"],
-  hot: _Hot | None,
-  hot_neurons: int,
-) -> _Cold:
-  """The result with the tokens that overflowed computed by dense products.
-
-  No step is taken, and nothing computed, where none did.
-  """
-  tokens = x.shape[0]
-  block = min(_DENSE_TOKENS, tokens)
-  capacity = -(-tokens // block) * block
-  # Beyond the tokens that overflowed, an index that is in no array: it reads
-  # zeros and writes nothing.
-  (indices,) = jnp.nonzero(overflow, size=capacity, fill_value=tokens)
-
-  def dense_block(i: Int32[Array, ""], carry: _Cold) -> _Cold:
-    chosen = lax.dynamic_slice(indices, (i * block,), (block,))
-
-    def take(array):
-      return array.at[chosen].get(mode="fill", fill_value=0)
-
-    x_rows = take(x)
-    z = reference.per_neuron(x_rows, cold_gate)
-    cold_rows = slice(hot_neurons, None)
-    up_rows = None if up is None else up[cold_rows]
-    part = dense_part.forward(x_rows, z, up_rows, down[cold_rows])
-    y = part.y
-    if hot is not None:
-      y += _interleaved(take(hot.halves))[:, : x.shape[1]]
-    active = is_active(z).astype(jnp.int32)
-
-    def put(array, values):
-      return array.at[chosen].set(values.astype(array.dtype), mode="drop")
-
-    return _Cold(
-      y=put(carry.y, y),
-      l1=carry.l1 + part.l1,
-      active=put(carry.active, jnp.sum(active, axis=1)),
-      fired=carry.fired + jnp.sum(active, axis=0),
-    )
-
-  steps = (jnp.sum(overflow, dtype=jnp.int32) + block - 1) // block
-  return lax.fori_loop(0, steps, dense_block, cold)

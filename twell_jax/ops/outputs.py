@@ -16,14 +16,17 @@ class Activity(NamedTuple):
     active: Active neurons of each token, the leading shape of x.
     fired: Tokens on which each neuron was active; 0 means that the neuron was
       silent during the whole call.
-    overflowed: Tokens that did not fit the capacity of a packed format and were
-      computed another way. The result does not depend on it.
+    overflowed: Tokens that did not fit the capacity of a packed format.
+    dense_tokens: Tokens computed by dense products: those that overflowed, or
+      all where the layer is too active for the sparse ones to be faster. The
+      result depends on neither.
   """
 
   l1: Float[Array, ""]
   active: Int32[Array, "*tokens"]
   fired: Int32[Array, "d_ff"]
   overflowed: Int32[Array, ""]
+  dense_tokens: Int32[Array, ""]
 
 
 class FFNOutput(NamedTuple):

@@ -2,7 +2,7 @@
 
 Every product is computed for every neuron, in the dtype of the inputs, with
 roundings where an ordinary dense layer has them; all neurons being computed
-alike, `hot_neurons` changes nothing here. Gradients are those of
+alike, no `Choices` change anything here. Gradients are those of
 `jax.grad` of that layer (tested), with d|h|/dh = 0 at h = 0, written out so
 that all implementations share one `jax.custom_vjp` (see ffn.py).
 """
@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from twell_jax.formats.bits import is_active
+from twell_jax.ops.choices import Choices
 from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
 
 
@@ -23,12 +24,10 @@ def forward(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> FFNOutput:
   """Y = (relu(x gateᵀ) ⊙ x upᵀ) down, and the activity of the call."""
-  return forward_with_residuals(
-    x, gate, up, down, hot_neurons=hot_neurons
-  ).output
+  return forward_with_residuals(x, gate, up, down, choices=choices).output
 
 
 def forward_with_residuals(
@@ -37,10 +36,10 @@ def forward_with_residuals(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Forward:
   """`forward`, keeping the pre-activations z = x gateᵀ and u = x upᵀ."""
-  del hot_neurons
+  del choices
   z = per_neuron(x, gate)
   u = None if up is None else per_neuron(x, up)
   active = is_active(z)
@@ -50,6 +49,7 @@ def forward_with_residuals(
     active=jnp.sum(active, axis=1, dtype=jnp.int32),
     fired=jnp.sum(active, axis=0, dtype=jnp.int32),
     overflowed=jnp.zeros((), jnp.int32),
+    dense_tokens=jnp.full((), x.shape[0], jnp.int32),
   )
   return Forward(FFNOutput(h @ down, activity), (z,) if u is None else (z, u))
 
@@ -85,12 +85,21 @@ def neuron_gradients(
   u: Float[Array, "tokens d_ff"] | None,
   down: Float[Array, "d_ff d_model"],
   dy: Float[Array, "tokens d_model"],
-  dl1: Float[Array, ""],
+  *,
+  penalty: Float[Array, ""],
 ) -> NeuronGradients:
-  """From the cotangents of y and l1 to those of the pre-activations."""
+  """From the cotangents of y and of each |h| to those of the pre-activations.
+
+  Args:
+    z: Gate pre-activations.
+    u: Up pre-activations, or None.
+    down: Down matrix.
+    dy: Cotangent of y.
+    penalty: Cotangent of each |h|: that of l1, over the tokens of the call.
+  """
   active = is_active(z)
   h = hidden(z, u)
-  dt = per_neuron(dy, down) + (dl1 / z.shape[0]).astype(z.dtype) * jnp.sign(h)
+  dt = per_neuron(dy, down) + penalty.astype(z.dtype) * jnp.sign(h)
   dz = jnp.where(active, dt if u is None else dt * u, jnp.zeros_like(z))
   return NeuronGradients(h, dz, None if u is None else dt * hidden(z, None))
 
@@ -104,12 +113,12 @@ def backward(
   dy: Float[Array, "tokens d_model"],
   dl1: Float[Array, ""],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Gradients:
   """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
-  del hot_neurons
+  del choices
   u = None if up is None else kept[1]
-  h, dz, du = neuron_gradients(kept[0], u, down, dy, dl1)
+  h, dz, du = neuron_gradients(kept[0], u, down, dy, penalty=dl1 / x.shape[0])
   dx, dup = dz @ gate, None
   if up is not None and du is not None:
     dx, dup = dx + du @ up, du.T @ x

@@ -13,11 +13,9 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from twell_jax.ops.ffn import (
-  check_arguments,
-  check_hot_neurons,
-  sparse_ffn,
-)
+from twell_jax.formats import Capacities
+from twell_jax.ops.choices import Choices
+from twell_jax.ops.ffn import check_arguments, sparse_ffn
 from twell_jax.ops.outputs import Activity, FFNOutput
 
 
@@ -32,6 +30,8 @@ def sharded_sparse_ffn(
   neuron_axis: str = "tensor",
   implementation: str | None = None,
   hot_neurons: int = 0,
+  capacities: Capacities | None = None,
+  dense_above: float | None = None,
 ) -> FFNOutput:
   """`sparse_ffn` over a mesh, with the same result.
 
@@ -48,18 +48,20 @@ def sharded_sparse_ffn(
     hot_neurons: As in `sparse_ffn`, counted over the whole layer: of each slice
       of neurons, the first hot_neurons / shards. `order_by_rate` with that
       number of `shards` deals the hottest neurons to the slices in turn.
+    capacities: As in `sparse_ffn`, of each device's tokens and neurons.
+    dense_above: As in `sparse_ffn`, of each device's tokens and neurons.
 
   Returns:
     y split as x, and the activity of the whole call: `l1` and `fired` over all
-    tokens, `active` over all neurons. A token that overflows in several slices
-    of neurons counts once for each in `overflowed`.
+    tokens, `active` over all neurons. A token counts once for each slice of
+    neurons in `overflowed` and in `dense_tokens`.
 
   Raises:
     ValueError: An unknown mesh axis, a size or hot_neurons that its axes do not
       divide, or what `sparse_ffn` refuses.
   """
   check_arguments(x, gate, up, down)
-  check_hot_neurons(hot_neurons, d_ff=gate.shape[0])
+  Choices(hot_neurons, capacities, dense_above).check(d_ff=gate.shape[0])
   if x.ndim < 2:
     raise ValueError(
       f"x has shape {x.shape} but must have a first axis to split over"
@@ -91,6 +93,7 @@ def sharded_sparse_ffn(
       )
   rows = PartitionSpec(token_axes)
   neurons = PartitionSpec(neuron_axis)
+  once = PartitionSpec()
 
   def local(x, gate, up, down):
     y, activity = sparse_ffn(
@@ -100,6 +103,8 @@ def sharded_sparse_ffn(
       down,
       implementation=implementation,
       hot_neurons=hot_neurons // sizes[neuron_axis],
+      capacities=capacities,
+      dense_above=dense_above,
     )
     over_neurons = functools.partial(lax.psum, axis_name=neuron_axis)
     over_tokens = functools.partial(lax.psum, axis_name=token_axes)
@@ -110,13 +115,14 @@ def sharded_sparse_ffn(
       over_neurons(activity.active),
       over_tokens(activity.fired),
       over_tokens(over_neurons(activity.overflowed)),
+      over_tokens(over_neurons(activity.dense_tokens)),
     )
 
   y, *activity = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(rows, neurons, None if up is None else neurons, neurons),
-    out_specs=(rows, PartitionSpec(), rows, neurons, PartitionSpec()),
+    out_specs=(rows, once, rows, neurons, once, once),
     # The loops of an implementation carry values that vary over the mesh from
     # constants that do not; every output above is reduced explicitly.
     check_vma=False,

@@ -1,22 +1,24 @@
 """The layer in portable XLA: a dense gate matmul, then active neurons only.
 
-    z = x gateᵀ ─► bit pattern of {z > 0} ─► segments of tokens (tiles.py)
+    z = x gateᵀ ─► words, the bits of z > 0 ─► segments of tokens (tiles.py)
       └► tiles of segments ─► a loop over their slots, 8 at a time:
            column of a slot ─► u = x · up[column] ─► y += (z u) down[column]
+                └► blocks of z and u at the slots, for the backward pass
 
 A column is searched when its slot is reached: exact for any number of active
-neurons, no capacity, no overflow. The backward pass runs the same loop for dx,
-and another over segments of neurons, with the transposed pattern, for the
-gradients of the weights. That one reads u = x · up[column] and
-dt = dy · down[column] where the loops over tokens stored them.
+neurons, no capacity, no overflow.
 
-The first `hot_neurons` have no bits in the pattern: they are dense products
-(dense_part.py), onto whose sums the loops add.
+Of the tokens × d_ff numbers of z the words and the blocks are kept. The
+backward pass runs the same loop for dx, and another over segments of neurons,
+with the words transposed, for the gradients of the weights (xla_loops.py).
+
+The first `hot_neurons` have no bits in the loops' pattern: they are dense
+products (dense_part.py), onto whose sums the loops add.
 
 Rows of a matrix are read where they lie: a gather that feeds a multiply-add is
 one XLA fusion and materialises nothing. If more than a share of the neurons is
-active, both passes compute the dense products instead, by a `lax.cond` on
-device: a choice of speed, not of result.
+active, both passes compute the dense products instead (xla_dense.py), by a
+`lax.cond` on device: a choice of speed, not of result.
 """
 
 from collections.abc import Callable
@@ -25,19 +27,23 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, UInt32
 
 from twell_jax.formats.bits import (
   Pattern,
   columns_pattern,
   is_active,
-  rows_pattern,
+  make_pattern,
+  pack,
+  without_first,
 )
-from twell_jax.ops import dense_part, reference
-from twell_jax.ops.gathered import accumulation_dtype
+from twell_jax.ops import dense_part, reference, xla_dense
+from twell_jax.ops.choices import Choices
 from twell_jax.ops.outputs import Activity, FFNOutput, Forward, Gradients
 from twell_jax.ops.tiles import max_steps
+from twell_jax.ops.xla_dense import HotNeurons
 from twell_jax.ops.xla_loops import (
+  Blocks,
   LoopForward,
   Sizes,
   Weights,
@@ -60,10 +66,10 @@ def forward(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> FFNOutput:
   """The layer and its activity; see ffn.py."""
-  return _forward(x, gate, up, down, hot_neurons, store=False).output
+  return _forward(x, gate, up, down, choices, store=False).output
 
 
 def forward_with_residuals(
@@ -72,10 +78,10 @@ def forward_with_residuals(
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Forward:
-  """`forward`, keeping z, its pattern and, if gated, the u that it needed."""
-  return _forward(x, gate, up, down, hot_neurons, store=up is not None)
+  """`forward`, keeping which neurons were active, and z and u there."""
+  return _forward(x, gate, up, down, choices, store=True)
 
 
 def sparse_share(tokens: int, d_model: int, itemsize: int) -> float:
@@ -91,7 +97,9 @@ def sparse_share(tokens: int, d_model: int, itemsize: int) -> float:
   return share * min(1.0, d_model / 256)
 
 
-def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> Sizes:
+def _sizes(
+  x: Float[Array, "tokens d_model"], d_ff: int, choices: Choices
+) -> Sizes:
   """Of the loops over d_ff neurons, the hot ones not counted."""
   tokens, d_model = x.shape
   if tokens * d_ff >= 2**31:
@@ -102,8 +110,10 @@ def _sizes(x: Float[Array, "tokens d_model"], d_ff: int) -> Sizes:
   largest = min(_MAX_TILE, max(2, _power_of_two(_TILE_NUMBERS // d_model)))
   tile = min(largest, tokens)
   slots = min(32, max(8, _power_of_two(512 // tile)))
-  share = sparse_share(tokens, d_model, x.dtype.itemsize)
-  max_active = int(share * tokens * d_ff)
+  share = choices.dense_above
+  if share is None:
+    share = sparse_share(tokens, d_model, x.dtype.itemsize)
+  max_active = int(min(share, 1.0) * tokens * d_ff)
   return Sizes(
     tile=tile,
     slots=slots,
@@ -127,8 +137,13 @@ def _by_activity[Result](
   """The result of `sparse` or `dense`, whichever should be the faster."""
   if sizes.max_active == 0:
     return dense()
+  return lax.cond(_is_sparse(pattern, sizes), sparse, dense)
+
+
+def _is_sparse(pattern: Pattern, sizes: Sizes) -> Bool[Array, ""]:
+  """Whether so few neurons are active that the sparse loops are faster."""
   active = jnp.sum(pattern.counts)
-  return lax.cond(active <= sizes.max_active, sparse, dense)
+  return (active <= sizes.max_active) & (sizes.max_active > 0)
 
 
 def _forward(
@@ -136,56 +151,55 @@ def _forward(
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
-  hot_neurons: int,
+  choices: Choices,
   *,
   store: bool,
 ) -> Forward:
-  tokens, d_ff = x.shape[0], gate.shape[0]
+  tokens, hot_neurons = x.shape[0], choices.hot_neurons
   x_rows = _pad_gemv(x)
   z_rows = reference.per_neuron(x_rows, gate)
   z = z_rows[:tokens]
-  active = is_active(z)
-  pattern = rows_pattern(_cold(active, hot_neurons))
-  sizes = _sizes(x, d_ff - hot_neurons)
+  words = pack(is_active(z))
+  pattern = _cold_pattern(words, hot_neurons)
+  sizes = _sizes(x, gate.shape[0] - hot_neurons, choices)
   hot = slice(hot_neurons)
 
+  def no_values():
+    if not store or sizes.max_active == 0:
+      return None
+    return no_blocks(x.dtype, sizes, gated=up is not None)
+
   def dense():
-    u = None if up is None else reference.per_neuron(x_rows, up)
-    h = reference.hidden(z_rows, u)
-    l1 = jnp.sum(jnp.abs(h.astype(accumulation_dtype(x.dtype))))
-    hot_u, blocks = None, None
-    if u is not None and store:
-      hot_u = u[:tokens, hot] if hot_neurons else None
-      blocks = no_blocks(x, sizes)
-    return _Sums((h @ down)[:tokens], l1, hot_u, blocks)
+    y, l1, hot_u = xla_dense.forward(
+      z_rows, x_rows, up, down, hot_neurons=hot_neurons if store else 0
+    )
+    hot_u = None if hot_u is None else hot_u[:tokens]
+    return _Sums(y[:tokens], l1, hot_u, no_values())
 
   def sparse():
     part = dense_part.forward(x_rows, z_rows[:, hot], _rows(up, hot), down[hot])
-    blocks = no_blocks(x, sizes) if store else None
     y, l1, blocks = loop_forward(
-      make_walk(z, pattern, sizes),
+      make_walk(pattern, sizes),
+      z,
       x,
       up,
       down,
-      start=LoopForward(part.y[:tokens], part.l1, blocks),
+      start=LoopForward(part.y[:tokens], part.l1, no_values()),
     )
-    hot_u = None
-    if part.u is not None and store:
-      hot_u = part.u[:tokens]
+    hot_u = None if part.u is None or not store else part.u[:tokens]
     return _Sums(y.astype(x.dtype), l1, hot_u, blocks)
 
-  sums = _by_activity(pattern, sizes, sparse, dense)
-  num_active = pattern.counts
-  if hot_neurons:
-    num_active += jnp.sum(active[:, hot], axis=1, dtype=jnp.int32)
+  y, l1, hot_u, blocks = _by_activity(pattern, sizes, sparse, dense)
+  active = lax.population_count(words).astype(jnp.int32)
   activity = Activity(
-    l1=sums.l1.astype(jnp.float32) / tokens,
-    active=num_active,
-    fired=jnp.sum(active, axis=0, dtype=jnp.int32),
+    l1=l1.astype(jnp.float32) / tokens,
+    active=jnp.sum(active, axis=1),
+    fired=jnp.sum(is_active(z), axis=0, dtype=jnp.int32),
     overflowed=jnp.zeros((), jnp.int32),
+    dense_tokens=jnp.where(_is_sparse(pattern, sizes), 0, tokens),
   )
-  kept = _Kept(z, pattern, sums.hot_u, sums.u_blocks)
-  return Forward(FFNOutput(sums.y, activity), kept)
+  kept_hot = HotNeurons(z[:, hot], hot_u) if hot_neurons else None
+  return Forward(FFNOutput(y, activity), _Kept(words, kept_hot, blocks))
 
 
 class _Sums(NamedTuple):
@@ -194,23 +208,28 @@ class _Sums(NamedTuple):
   y: Float[Array, "tokens d_model"]
   l1: Float[Array, ""]  # times the number of tokens
   hot_u: Float[Array, "tokens hot"] | None
-  u_blocks: Float[Array, "steps tile slots"] | None
+  blocks: Blocks | None
 
 
 class _Kept(NamedTuple):
-  """What the backward pass needs besides the inputs; u if gated."""
+  """What the backward pass needs besides the inputs.
 
-  z: Float[Array, "tokens d_ff"]
-  pattern: Pattern
-  hot_u: Float[Array, "tokens hot"] | None
-  u_blocks: Float[Array, "steps tile slots"] | None
+  Attributes:
+    words: A bit for each neuron that is active, hot ones included.
+    hot: Of the hot neurons; None without any.
+    blocks: Of the slots of the loops; None if the loops are never taken.
+  """
+
+  words: UInt32[Array, "tokens words"]
+  hot: HotNeurons | None
+  blocks: Blocks | None
 
 
-def _cold(
-  active: Bool[Array, "tokens d_ff"], hot_neurons: int
-) -> Bool[Array, "tokens d_ff"]:
+def _cold_pattern(
+  words: UInt32[Array, "tokens words"], hot_neurons: int
+) -> Pattern:
   """Without the hot neurons, whose columns stay, so that indices do."""
-  return active & (jnp.arange(active.shape[1]) >= hot_neurons)[None]
+  return make_pattern(without_first(words, hot_neurons))
 
 
 def _rows(
@@ -237,33 +256,38 @@ def backward(
   dy: Float[Array, "tokens d_model"],
   dl1: Float[Array, ""],
   *,
-  hot_neurons: int,
+  choices: Choices,
 ) -> Gradients:
   """Gradients of sum(dy ⊙ y) + dl1 · l1; names as in arXiv 2603.23198."""
-  z, pattern, hot_u, u_blocks = kept
-  d_ff = gate.shape[0]
-  sizes = _sizes(x, d_ff - hot_neurons)
-  hot = slice(hot_neurons)
+  words, hot, blocks = kept
+  d_ff, hot_neurons = gate.shape[0], choices.hot_neurons
+  pattern = _cold_pattern(words, hot_neurons)
+  sizes = _sizes(x, d_ff - hot_neurons, choices)
+  penalty = dl1 / x.shape[0]
 
   def dense():
-    u = hot_u
-    if up is not None and hot_neurons < d_ff:
-      u = reference.per_neuron(x, up)
-    residuals = (z,) if u is None else (z, u)
-    return reference.backward(
-      residuals, x, gate, up, down, dy, dl1, hot_neurons=hot_neurons
+    return xla_dense.backward(
+      words, hot, x, gate, up, down, dy, penalty=penalty
     )
 
+  if blocks is None:
+    return dense()
+
   def sparse():
-    part = dense_part.backward(z[:, hot], hot_u, x, gate, up, down, dy, dl1)
-    walk = make_walk(z, pattern, sizes)
+    hot_z, hot_u = hot or HotNeurons(jnp.zeros((x.shape[0], 0), x.dtype), None)
+    part = dense_part.backward(hot_z, hot_u, x, gate, up, down, dy, dl1)
+    walk = make_walk(pattern, sizes)
     dx, dt_blocks = loop_dx(
-      walk, u_blocks, gate, up, down, dy, dl1, start=part.x
+      walk, blocks, gate, up, down, dy, penalty=penalty, start=part.x
     )
-    start = Weights(part.gate, part.up, part.down)
-    transposed = columns_pattern(_cold(is_active(z), hot_neurons))
     weights = loop_weights(
-      walk, transposed, u_blocks, x, dy, dt_blocks=dt_blocks, start=start
+      walk,
+      columns_pattern(pattern.words, d_ff),
+      blocks,
+      x,
+      dy,
+      dt_blocks=dt_blocks,
+      start=Weights(part.gate, part.up, part.down),
     )
     gradients = Gradients(dx, *weights)
     return jax.tree.map(lambda grad: grad.astype(x.dtype), gradients)

@@ -3,10 +3,16 @@
 Each walks the tiles of a plan (tiles.py) with the sums of a tile's segments in
 its carry, and adds them to their rows of the result when the tile is done. The
 results start from what the caller has: the part of the hot neurons.
+
+What the forward pass learns of a slot, the gate value p and u, is all that the
+backward pass needs, and is stored in blocks of [tile, slots], one per step. The
+loop for dx walks the same way and reads them in order; the loop for the weights
+walks by neuron and finds them by a token's rank of its neuron.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -40,15 +46,12 @@ class Sizes(NamedTuple):
 class Walk(NamedTuple):
   """Which neurons the loops visit at which tokens, and in which order."""
 
-  z: Float[Array, "tokens d_ff"]
   pattern: Pattern
   plan: Plan
   sizes: Sizes
 
 
-def make_walk(
-  z: Float[Array, "tokens d_ff"], pattern: Pattern, sizes: Sizes
-) -> Walk:
+def make_walk(pattern: Pattern, sizes: Sizes) -> Walk:
   """The walk over the active neurons of each token."""
   plan = make_plan(
     pattern.counts,
@@ -56,28 +59,36 @@ def make_walk(
     slots=sizes.slots,
     max_active=sizes.max_active,
   )
-  return Walk(z, pattern, plan, sizes)
+  return Walk(pattern, plan, sizes)
 
 
-def no_blocks(
-  x: Float[Array, "tokens d_model"], sizes: Sizes
-) -> Float[Array, "steps tile slots"]:
-  """A number for each slot of a walk."""
-  shape = (sizes.max_steps, sizes.tile, sizes.slots)
-  return jnp.zeros(shape, accumulation_dtype(x.dtype))
+class Blocks(NamedTuple):
+  """Of each slot of a walk p = z and, if gated, u, in the dtype of x.
+
+  Slots past the end of a segment hold any numbers.
+  """
+
+  p: Float[Array, "steps tile slots"]
+  u: Float[Array, "steps tile slots"] | None
 
 
-def _gate_values(
-  z: Float[Array, "tokens d_ff"],
-  tokens: Int32[Array, "#tile #slots"],
-  neurons: Int32[Array, "#tile #slots"],
+def no_blocks(dtype: jnp.dtype, sizes: Sizes, *, gated: bool) -> Blocks:
+  """Blocks for a walk, with nothing in them."""
+  zeros = _zeros(dtype, sizes)
+  return Blocks(zeros, zeros if gated else None)
+
+
+def _zeros(dtype: jnp.dtype, sizes: Sizes) -> Float[Array, "steps tile slots"]:
+  return jnp.zeros((sizes.max_steps, sizes.tile, sizes.slots), dtype)
+
+
+def _masked(
+  values: Float[Array, "tile slots"],
   valid: Bool[Array, "tile slots"],
+  dtype: jnp.dtype,
 ) -> Float[Array, "tile slots"]:
-  """z at the slots, 0 where there is none, for accumulation."""
-  values = (
-    z.at[tokens, neurons].get(mode=_TRUSTED).astype(accumulation_dtype(z.dtype))
-  )
-  return jnp.where(valid, values, 0)
+  """The values for accumulation, 0 where there is no slot."""
+  return jnp.where(valid, values.astype(dtype), 0)
 
 
 def _add_at(
@@ -96,15 +107,16 @@ def _over_tiles(plan, one_tile, start):
 
 
 class LoopForward(NamedTuple):
-  """Y and the sum of |h|, not yet rounded, and u at the slots if stored."""
+  """Y and the sum of |h|, not yet rounded, and the blocks if stored."""
 
   y: Float[Array, "tokens d_model"]
   l1: Float[Array, ""]
-  u_blocks: Float[Array, "steps tile slots"] | None
+  blocks: Blocks | None
 
 
 def loop_forward(
   walk: Walk,
+  z: Float[Array, "tokens d_ff"],
   x: Float[Array, "tokens d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
@@ -115,12 +127,13 @@ def loop_forward(
 
   Args:
     walk: The active neurons.
+    z: Gate pre-activations.
     x: Tokens.
     up: Up matrix, or None.
     down: Down matrix.
-    start: Sums in the accumulation dtype; u is stored where it has blocks.
+    start: Sums in the accumulation dtype; p and u are stored if it has blocks.
   """
-  z, pattern, plan, sizes = walk
+  pattern, plan, sizes = walk
   dtype = accumulation_dtype(x.dtype)
 
   def one_tile(i, carry):
@@ -131,15 +144,15 @@ def loop_forward(
     def step(s, carry):
       total, l1_rows, blocks = carry
       columns, valid = take_slots(tile, s, slots=sizes.slots)
-      h = _gate_values(z, tile.read[:, None], columns, valid)
+      p = z.at[tile.read[:, None], columns].get(mode=_TRUSTED)
+      h, u = _masked(p, valid, dtype), None
       if up is not None:
         u = row_dots(x_tile, up, columns)
         # Not the product alone: u may be infinite where there is no slot.
         h = jnp.where(valid, h * u, 0)
-        if blocks is not None:
-          blocks = lax.dynamic_update_index_in_dim(
-            blocks, u, plan.first[i] + s, axis=0
-          )
+        u = u.astype(x.dtype)
+      if blocks is not None:
+        blocks = _put(blocks, Blocks(p, u), plan.first[i] + s)
       l1_rows += jnp.sum(jnp.abs(h), axis=1)
       return add_rows(total, h, down, columns), l1_rows, blocks
 
@@ -163,18 +176,29 @@ class LoopDx(NamedTuple):
 
 def loop_dx(
   walk: Walk,
-  u_blocks: Float[Array, "steps tile slots"] | None,
+  blocks: Blocks,
   gate: Float[Array, "d_ff d_model"],
   up: Float[Array, "d_ff d_model"] | None,
   down: Float[Array, "d_ff d_model"],
   dy: Float[Array, "tokens d_model"],
-  dl1: Float[Array, ""],
   *,
+  penalty: Float[Array, ""],
   start: Float[Array, "tokens d_model"],
 ) -> LoopDx:
-  """The active neurons' part of dx, added to `start`."""
-  z, pattern, plan, sizes = walk
-  penalty = dl1.astype(start.dtype) / dy.shape[0]
+  """The active neurons' part of dx, added to `start`.
+
+  Args:
+    walk: The active neurons.
+    blocks: What `loop_forward` stored.
+    gate: Gate matrix.
+    up: Up matrix, or None.
+    down: Down matrix.
+    dy: Cotangent of y.
+    penalty: Cotangent of each |h|.
+    start: In the accumulation dtype.
+  """
+  pattern, plan, sizes = walk
+  dtype = start.dtype
 
   def one_tile(i, carry):
     dx, dt_blocks = carry
@@ -185,23 +209,36 @@ def loop_dx(
       total, dt_blocks = carry
       columns, valid = take_slots(tile, s, slots=sizes.slots)
       block = plan.first[i] + s
-      p = _gate_values(z, tile.read[:, None], columns, valid)
-      u = None if u_blocks is None else u_blocks[block]
-      h = p if u is None else p * u
-      dt = row_dots(dy_tile, down, columns) + penalty * jnp.sign(h)
-      dt = jnp.where(valid, dt, 0)
-      dt_blocks = lax.dynamic_update_index_in_dim(dt_blocks, dt, block, axis=0)
-      dz = dt if u is None else jnp.where(valid, dt * u, 0)
-      total = add_rows(total, dz, gate, columns)
+      p = h = _masked(blocks.p[block], valid, dtype)
+      u = None if blocks.u is None else _masked(blocks.u[block], valid, dtype)
+      if u is not None:
+        h = p * u
+      dt = row_dots(dy_tile, down, columns)
+      dt = jnp.where(valid, dt + penalty.astype(dtype) * jnp.sign(h), 0)
+      dt_blocks = _put(dt_blocks, dt, block)
+      total = add_rows(total, dt if u is None else dt * u, gate, columns)
       if up is not None:
         total = add_rows(total, dt * p, up, columns)
       return total, dt_blocks
 
-    total = jnp.zeros((sizes.tile, dy.shape[1]), start.dtype)
+    total = jnp.zeros((sizes.tile, dy.shape[1]), dtype)
     total, dt_blocks = lax.fori_loop(0, plan.steps[i], step, (total, dt_blocks))
     return LoopDx(_add_at(dx, tile.write, total), dt_blocks)
 
-  return _over_tiles(plan, one_tile, LoopDx(start, no_blocks(dy, sizes)))
+  return _over_tiles(plan, one_tile, LoopDx(start, _zeros(dtype, sizes)))
+
+
+def _put[Values](
+  blocks: Values, values: Values, block: Int32[Array, ""]
+) -> Values:
+  """The blocks with one of them replaced."""
+  return jax.tree.map(
+    lambda array, new: lax.dynamic_update_index_in_dim(
+      array, new, block, axis=0
+    ),
+    blocks,
+    values,
+  )
 
 
 class Weights(NamedTuple):
@@ -215,7 +252,7 @@ class Weights(NamedTuple):
 def loop_weights(
   walk: Walk,
   transposed: Pattern,
-  u_blocks: Float[Array, "steps tile slots"] | None,
+  blocks: Blocks,
   x: Float[Array, "tokens d_model"],
   dy: Float[Array, "tokens d_model"],
   *,
@@ -227,13 +264,14 @@ def loop_weights(
   Args:
     walk: The active neurons of each token, as the other loops visited them.
     transposed: The same pattern, by neuron.
-    u_blocks: What `loop_forward` stored; None without up.
+    blocks: What `loop_forward` stored.
     x: Tokens.
     dy: Cotangent of y.
     dt_blocks: What `loop_dx` stored.
     start: In the accumulation dtype.
   """
-  z, pattern, plan, sizes = walk
+  pattern, plan, sizes = walk
+  dtype = start.gate.dtype
   neuron_plan = make_plan(
     transposed.counts,
     tile=sizes.neuron_tile,
@@ -256,16 +294,14 @@ def loop_weights(
       rank = rank_of(pattern, tokens, neurons)
       address = slot_address(plan, tokens, rank, slots=sizes.slots)
 
-      def read(blocks):
-        values = blocks.at[address].get(mode="clip")
-        return jnp.where(valid, values, 0)
+      def read(values):
+        return _masked(values.at[address].get(mode="clip"), valid, dtype)
 
-      p = _gate_values(z, tokens, neurons, valid)
-      dt = read(dt_blocks)
-      if u_blocks is None:
+      p, dt = read(blocks.p), read(dt_blocks)
+      if blocks.u is None:
         dgate, ddown = totals
         return add_rows(dgate, dt, x, tokens), add_rows(ddown, p, dy, tokens)
-      u = read(u_blocks)
+      u = read(blocks.u)
       dgate, dup, ddown = totals
       return (
         add_rows(dgate, dt * u, x, tokens),
@@ -273,7 +309,7 @@ def loop_weights(
         add_rows(ddown, p * u, dy, tokens),
       )
 
-    zeros = jnp.zeros((sizes.neuron_tile, x.shape[1]), start.gate.dtype)
+    zeros = jnp.zeros((sizes.neuron_tile, x.shape[1]), dtype)
     totals = lax.fori_loop(0, neuron_plan.steps[i], step, (zeros,) * len(carry))
     return tuple(
       _add_at(matrix, tile.write, total) for matrix, total in zip(carry, totals)

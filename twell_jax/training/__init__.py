@@ -5,6 +5,10 @@ from twell_jax.training.checkpointing import (
   config_differences,
   saved_steps,
 )
+from twell_jax.training.dead_neurons import (
+  DeadNeuronOptions,
+  reinitialize_dead,
+)
 from twell_jax.training.evaluation import HeldOut, evaluate
 from twell_jax.training.loop import (
   TrainOptions,
@@ -21,6 +25,7 @@ from twell_jax.training.metrics import (
 from twell_jax.training.objective import (
   L1Options,
   coefficient_from_published,
+  l1_feedback,
   l1_schedule,
 )
 from twell_jax.training.optimizer import (
@@ -28,6 +33,7 @@ from twell_jax.training.optimizer import (
   learning_rate_schedule,
   make_optimizer,
 )
+from twell_jax.training.reorder import make_reorder
 from twell_jax.training.sharding import check_batch_size, make_mesh, place_batch
 from twell_jax.training.state import (
   Model,
@@ -40,6 +46,7 @@ from twell_jax.training.step import make_eval_step, make_train_step
 
 __all__ = [
   "Checkpoints",
+  "DeadNeuronOptions",
   "HeldOut",
   "L1Options",
   "MetricsWriter",
@@ -57,14 +64,17 @@ __all__ = [
   "config_differences",
   "evaluate",
   "initial_state",
+  "l1_feedback",
   "l1_schedule",
   "learning_rate_schedule",
   "make_eval_step",
   "make_mesh",
   "make_optimizer",
+  "make_reorder",
   "make_train_step",
   "place_batch",
   "read_metrics",
+  "reinitialize_dead",
   "saved_steps",
   "summarize",
   "train",

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import grain
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from grain import checkpoint as grain_checkpoint
 from orbax.checkpoint import checkpoint_managers as policies
 
 from twell_jax.training.sharding import path_name
-from twell_jax.training.state import TrainState
+from twell_jax.training.state import TRACKED, TrainState, with_tracking
 
 _LOSS = "held_out_loss"
 
@@ -121,6 +122,9 @@ class Checkpoints:
   ) -> Restored:
     """Loads a checkpoint onto the mesh of the abstract state.
 
+    One that was written before silent tokens were counted is loaded too: the
+    counts and the factor of λ begin as in a new run, which is logged.
+
     Args:
       abstract: Shapes, dtypes and shardings of the state
         (`twell_jax.training.state.abstract_state`).
@@ -136,15 +140,27 @@ class Checkpoints:
         shape. Nothing has been loaded then.
     """
     step = self._existing_step(step)
-    self._check_parameters(abstract.params, step)
+    metadata = self._manager.item_metadata(step)["state"]
+    self._check_parameters(abstract.params, metadata["params"], step)
+    absent = [name for name in TRACKED if name not in metadata]
+    wanted = {
+      name: value
+      for name, value in abstract._asdict().items()
+      if name not in absent
+    }
     args = {
-      "state": ocp.args.StandardRestore(abstract),
+      "state": ocp.args.StandardRestore(wanted),
       "config": ocp.args.JsonRestore(),
     }
     if batches is not None:
       args["input"] = grain_checkpoint.CheckpointRestore(batches)
     restored = self._manager.restore(step, args=ocp.args.Composite(**args))
-    return Restored(restored["state"], restored["config"])
+    if absent:
+      logging.warning(
+        "checkpoint of step %d has no %s: begun anew", step, ", ".join(absent)
+      )
+    state = with_tracking(restored["state"], abstract)
+    return Restored(state, restored["config"])
 
   def config(self, *, step: int | None = None) -> Mapping[str, Any]:
     """The config saved with a checkpoint; with the latest if step is None."""
@@ -176,9 +192,8 @@ class Checkpoints:
       )
     return steps[-1] if step is None else step
 
-  def _check_parameters(self, abstract: Any, step: int) -> None:
-    metadata = self._manager.item_metadata(step)["state"]
-    saved = _shapes(metadata["params"])
+  def _check_parameters(self, abstract: Any, saved: Any, step: int) -> None:
+    saved = _shapes(saved)
     wanted = _shapes(abstract)
     for name in wanted | saved:
       if saved.get(name) != wanted.get(name):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,15 +18,26 @@ from twell_jax.training.checkpointing import (
   config_differences,
   saved_steps,
 )
+from twell_jax.training.dead_neurons import (
+  DeadNeuronOptions,
+  check_reinitialization,
+)
 from twell_jax.training.evaluation import HeldOut, evaluate
 from twell_jax.training.interrupts import catch_interrupts
-from twell_jax.training.objective import L1Options, l1_schedule
+from twell_jax.training.metrics import summarize
+from twell_jax.training.objective import (
+  L1Options,
+  check_target,
+  l1_feedback,
+  l1_schedule,
+)
 from twell_jax.training.optimizer import (
   OptimizerOptions,
   learning_rate_schedule,
   make_optimizer,
 )
 from twell_jax.training.progress import ProgressReport
+from twell_jax.training.reorder import make_reorder
 from twell_jax.training.sharding import HostBatch, place_batch
 from twell_jax.training.state import (
   Model,
@@ -48,13 +60,18 @@ class TrainOptions:
     seed: Decides the initial parameters.
     accumulation_steps: Micro-batches into which each batch is cut.
     optimizer: AdamW and its schedule.
-    l1: The schedule of the sparsity coefficient.
+    l1: The schedule of the sparsity coefficient, or its target.
+    dead_neurons: What counts as dead, and whether it is re-initialised.
     log_every_steps: Steps between records of kind "train".
     eval_every_steps: Steps between evaluations on held-out text. Every
       checkpoint and the last step are evaluated too.
     eval_batches: Held-out batches of an evaluation; 0 is all of them.
     checkpoint_every_steps: Steps between checkpoints; the last step has one.
     keep_checkpoints: How many of the latest are kept, besides the best.
+    reorder_neurons_every_steps: Steps between sortings of the neurons of every
+      layer by how often they fired in the step just made, so that the model's
+      `hot_neurons` are those that fire most; 0 is never. Loss and updates are
+      unchanged but for rounding.
   """
 
   steps: int
@@ -64,11 +81,15 @@ class TrainOptions:
     default_factory=OptimizerOptions
   )
   l1: L1Options = dataclasses.field(default_factory=L1Options)
+  dead_neurons: DeadNeuronOptions = dataclasses.field(
+    default_factory=DeadNeuronOptions
+  )
   log_every_steps: int = 10
   eval_every_steps: int = 200
   eval_batches: int = 0
   checkpoint_every_steps: int = 200
   keep_checkpoints: int = 3
+  reorder_neurons_every_steps: int = 0
 
   def __post_init__(self):
     for name in (
@@ -84,6 +105,11 @@ class TrainOptions:
     if self.eval_batches < 0:
       raise ValueError(
         f"eval_batches = {self.eval_batches} is negative: 0 is all of them"
+      )
+    if self.reorder_neurons_every_steps < 0:
+      raise ValueError(
+        "reorder_neurons_every_steps ="
+        f" {self.reorder_neurons_every_steps} is negative: 0 is never"
       )
 
 
@@ -118,11 +144,16 @@ def check_run(
 
   Raises:
     ValueError: A mesh that does not divide the model, a warm-up that does not
-      end, or a start that does not fit the checkpoints in workdir.
+      end, neurons that have no order or are never dead, a target that is out of
+      reach, or a start that does not fit the checkpoints in workdir.
   """
+  check_target(config, options.l1)
+  check_reinitialization(config, options.dead_neurons)
   _check_start(pathlib.Path(workdir), start)
-  abstract_model(config, Partitioning(mesh))
-  learning_rate_schedule(options.optimizer, steps=options.steps)
+  model = abstract_model(config, Partitioning(mesh))
+  optimizer = make_optimizer(options.optimizer, steps=options.steps)
+  if options.reorder_neurons_every_steps:
+    make_reorder(model, optimizer)
 
 
 def train(
@@ -165,6 +196,8 @@ def train(
   """
   workdir = pathlib.Path(workdir)
   run_config = dict(run_config or {})
+  check_target(config, options.l1)
+  check_reinitialization(config, options.dead_neurons)
   _check_start(workdir, start)
   model = abstract_model(config, Partitioning(mesh))
   optimizer = make_optimizer(options.optimizer, steps=options.steps)
@@ -176,8 +209,12 @@ def train(
     ),
     l1_coefficient=l1_schedule(options.l1),
     accumulation_steps=options.accumulation_steps,
+    dead_neurons=options.dead_neurons,
+    l1_feedback=l1_feedback(options.l1),
   )
   eval_step = make_eval_step(model)
+  reorder_every_steps = options.reorder_neurons_every_steps
+  reorder = make_reorder(model, optimizer) if reorder_every_steps else None
 
   def evaluate_now(state: TrainState) -> HeldOut:
     return evaluate(
@@ -206,6 +243,11 @@ def train(
         steps=options.steps,
         start_step=step,
         log_every_steps=options.log_every_steps,
+        summarize=functools.partial(
+          summarize,
+          hot_neurons=config.hot_neurons,
+          shards=model.partitioning.neuron_shards,
+        ),
       )
     )
     interrupt = stack.enter_context(catch_interrupts())
@@ -216,6 +258,9 @@ def train(
       batch = place_batch(_next_batch(batches, step), model.partitioning)
       state, statistics = train_step(state, batch)
       step += 1
+      # Before a checkpoint is saved: what follows depends on nothing else.
+      if reorder is not None and step % reorder_every_steps == 0:
+        state = reorder(state, statistics.fired)
       report.add(step, statistics, tokens=batch["inputs"].size)
 
       last = step == options.steps

@@ -6,6 +6,7 @@ same numbers go to TensorBoard event files beside it. Continuing a run at step s
 first removes what was written after s, so that no step is recorded twice.
 """
 
+import functools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from jaxtyping import Array, Float
 from twell_jax.training.step import StepStatistics
 
 JSONL_NAME = "metrics.jsonl"
+FREQUENT_RATE = 0.01
 
 Record = dict[str, Any]
 
@@ -40,7 +42,18 @@ class StepSummary(NamedTuple):
     active_p95: 95th percentile.
     active_max: Largest.
     alive_fraction: Neurons active on at least one token of the step, per layer.
+    dead_fraction: Neurons silent during the window of tokens that ends with the
+      step (`DeadNeuronOptions`), per layer; 0 until there were as many.
+    reinitialized: Neurons that the step re-initialised, per layer.
     overflowed: Tokens beyond a format's capacity, per layer.
+    frequent_neurons: Neurons active on more than `FREQUENT_RATE` of the step's
+      tokens, per layer: about as many as pay as hot neurons on a GPU
+      (`twell_jax.choose_hot_neurons` says it for any device).
+    hot_share: Share of the activations that are hot neurons', per layer; 0
+      where there are none. It falls as the neurons' order becomes old.
+    dense_fraction: Tokens computed by dense products, over all, per layer: 1
+      while a layer is too active for the sparse ones, then 0, or the share of
+      the tokens that overflow.
   """
 
   loss: Float[Array, ""]
@@ -55,17 +68,34 @@ class StepSummary(NamedTuple):
   active_p95: Float[Array, "layers"]
   active_max: Float[Array, "layers"]
   alive_fraction: Float[Array, "layers"]
+  dead_fraction: Float[Array, "layers"]
+  reinitialized: Float[Array, "layers"]
   overflowed: Float[Array, "layers"]
+  frequent_neurons: Float[Array, "layers"]
+  hot_share: Float[Array, "layers"]
+  dense_fraction: Float[Array, "layers"]
 
 
-@jax.jit
-def summarize(statistics: StepStatistics) -> StepSummary:
-  """Reduces the per-token statistics of a step, on device."""
+@functools.partial(jax.jit, static_argnames=("hot_neurons", "shards"))
+def summarize(
+  statistics: StepStatistics, *, hot_neurons: int = 0, shards: int = 1
+) -> StepSummary:
+  """Reduces the statistics of a step, on device.
+
+  Args:
+    statistics: What the step measured.
+    hot_neurons: Of the model.
+    shards: Slices in which the neurons lie on the mesh, each of which begins
+      with its share of the hot ones.
+  """
   layers, d_ff = statistics.fired.shape
   active = jnp.moveaxis(statistics.active, 1, 0).reshape(layers, -1)
   active = active.astype(jnp.float32)
   active_mean = jnp.mean(active, axis=1)
   percentiles = jnp.percentile(active, jnp.array([50.0, 95.0]), axis=1)
+  # Not as integers: a layer's sum over a large batch does not fit them.
+  fired = statistics.fired.astype(jnp.float32)
+  hot = fired.reshape(layers, shards, -1)[:, :, : hot_neurons // shards]
   return StepSummary(
     loss=statistics.loss,
     cross_entropy=statistics.cross_entropy,
@@ -78,8 +108,17 @@ def summarize(statistics: StepStatistics) -> StepSummary:
     active_p50=percentiles[0],
     active_p95=percentiles[1],
     active_max=jnp.max(active, axis=1),
-    alive_fraction=jnp.mean((statistics.fired > 0).astype(jnp.float32), axis=1),
+    alive_fraction=jnp.mean((fired > 0).astype(jnp.float32), axis=1),
+    dead_fraction=statistics.dead.astype(jnp.float32) / d_ff,
+    reinitialized=statistics.reinitialized.astype(jnp.float32),
     overflowed=statistics.overflowed.astype(jnp.float32),
+    frequent_neurons=jnp.sum(
+      (fired > FREQUENT_RATE * active.shape[1]).astype(jnp.float32), axis=1
+    ),
+    hot_share=jnp.sum(hot, axis=(1, 2))
+    / jnp.maximum(jnp.sum(fired, axis=1), 1.0),
+    dense_fraction=statistics.dense_tokens.astype(jnp.float32)
+    / active.shape[1],
   )
 
 

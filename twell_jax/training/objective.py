@@ -7,11 +7,37 @@ Both terms are normalised once over the tokens of a step, so that neither
 depends on how the step is cut into micro-batches or spread over devices. The
 published code (arXiv 2603.23198) normalises only the first so: see
 `coefficient_from_published`. The first term is computed in cross_entropy.py.
+
+λ is a schedule of the step. With a target for the active neurons per token, the
+schedule is multiplied by a factor which, once the warm-up is over, every step
+adjusts by what it measured, on average over tokens and layers:
+
+  factor ← factor · clip(active / target, 1/2, 2) ^ gain
+
+within [1/max_factor, max_factor]. λ then rises while too many neurons are
+active, and falls while too few are. A neuron's activity answers to λ only after
+many steps: a gain that is too large for that makes λ swing, and neurons that
+its peaks silence may stay dead.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 
+import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float, Int32
+
+from twell_jax.nn import TransformerConfig
+
+# The factor of λ after a step, from that before it, the active neurons per
+# token that the step measured, and the number of updates made before it.
+L1Feedback = Callable[
+  [Float[Array, ""], Float[Array, ""], Int32[Array, ""]], Float[Array, ""]
+]
+
+# Beyond this ratio of measured and target activity, λ moves no faster.
+_LARGEST_RATIO = 2.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,16 +48,39 @@ class L1Options:
     coefficient: λ after the warm-up; 0 trains the dense twin.
     start_step: Steps at λ = 0 before the warm-up.
     warmup_steps: Steps over which λ rises linearly from 0.
+    target_active: Active neurons per token, on average over the layers, to
+      which λ is adjusted from the end of the warm-up; 0 leaves it as scheduled.
+    target_gain: How fast λ is adjusted: at most by the factor 2 ^ target_gain
+      in a step. 0.01 suits runs of some hundred steps, less suits longer ones.
+    target_max_factor: Largest ratio of the adjusted λ and the coefficient, up
+      and down.
   """
 
   coefficient: float = 0.0
   start_step: int = 0
   warmup_steps: int = 0
+  target_active: float = 0.0
+  target_gain: float = 0.01
+  target_max_factor: float = 10.0
 
   def __post_init__(self):
-    for name in ("coefficient", "start_step", "warmup_steps"):
+    for name in ("coefficient", "start_step", "warmup_steps", "target_active"):
       if not getattr(self, name) >= 0:  # NaN is not
         raise ValueError(f"l1 {name} = {getattr(self, name)} must be 0 or more")
+    if not 0 < self.target_gain <= 1:
+      raise ValueError(
+        f"l1 target_gain = {self.target_gain} must be above 0 and at most 1"
+      )
+    if not 1 < self.target_max_factor < math.inf:
+      raise ValueError(
+        f"l1 target_max_factor = {self.target_max_factor} must be finite and"
+        " above 1"
+      )
+    if self.target_active and not self.coefficient:
+      raise ValueError(
+        f"l1 target_active = {self.target_active} needs a coefficient above 0,"
+        " from which λ is adjusted by factors"
+      )
 
 
 def l1_schedule(options: L1Options) -> optax.Schedule:
@@ -45,6 +94,41 @@ def l1_schedule(options: L1Options) -> optax.Schedule:
   return optax.join_schedules(
     [optax.constant_schedule(0.0), rise], [options.start_step]
   )
+
+
+def l1_feedback(options: L1Options) -> L1Feedback | None:
+  """How λ follows its target (the module says it); None if it has none."""
+  if not options.target_active:
+    return None
+  begin = options.start_step + options.warmup_steps
+  bound = options.target_max_factor
+
+  def feedback(
+    factor: Float[Array, ""], active: Float[Array, ""], step: Int32[Array, ""]
+  ) -> Float[Array, ""]:
+    ratio = jnp.clip(
+      active / options.target_active, 1 / _LARGEST_RATIO, _LARGEST_RATIO
+    )
+    adjusted = jnp.clip(factor * ratio**options.target_gain, 1 / bound, bound)
+    return jnp.where(step >= begin, adjusted, factor)
+
+  return feedback
+
+
+def check_target(config: TransformerConfig, options: L1Options) -> None:
+  """Raises ValueError if no λ could bring a model to the target of its own."""
+  if not options.target_active:
+    return
+  if config.activation != "relu":
+    raise ValueError(
+      f"activation = {config.activation!r} has no L1 term to adjust: leave l1"
+      " target_active at 0 or choose activation = 'relu'"
+    )
+  if options.target_active >= config.d_ff:
+    raise ValueError(
+      f"l1 target_active = {options.target_active} must be below d_ff ="
+      f" {config.d_ff}: it counts active neurons per token"
+    )
 
 
 def coefficient_from_published(

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,6 @@ from twell_jax.training.evaluation import HeldOut
 from twell_jax.training.metrics import (
   MetricsWriter,
   StepSummary,
-  summarize,
   to_record,
 )
 from twell_jax.training.step import StepStatistics
@@ -45,8 +44,10 @@ class ProgressReport:
     steps: int,
     start_step: int,
     log_every_steps: int,
+    summarize: Callable[[StepStatistics], StepSummary],
   ):
     self._steps = steps
+    self._summarize = summarize
     self._log_every_steps = log_every_steps
     # One process writes for all.
     self._writer = (
@@ -78,7 +79,10 @@ class ProgressReport:
     due = step % self._log_every_steps == 0
     due = due or step == self._steps
     pending = _Pending(
-      step, statistics.loss, summarize(statistics) if due else None, tokens
+      step,
+      statistics.loss,
+      self._summarize(statistics) if due else None,
+      tokens,
     )
     self._flush()
     self._pending = pending

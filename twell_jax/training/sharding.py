@@ -1,7 +1,7 @@
 """The device mesh, and where the state and the batches of a run lie on it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -118,12 +118,47 @@ def optimizer_shardings(
     A tree of shardings like `opt_state`.
   """
   everywhere = replicated(partitioning)
-  return optax.tree.map_params(
+  return map_moments(
     optimizer,
     lambda _, sharding: sharding,
     opt_state,
     params,
-    transform_non_params=lambda _: everywhere,
+    others=lambda _: everywhere,
+  )
+
+
+def map_moments(
+  optimizer: optax.GradientTransformation,
+  function: Callable[..., Any],
+  opt_state: PyTree,
+  params: PyTree,
+  *,
+  others: Callable[[Any], Any],
+) -> PyTree:
+  """Maps what an optimizer keeps of each parameter, however deep it is nested.
+
+  Args:
+    optimizer: The transformation that made the state.
+    function: Of an array of a moment, and the leaf of its parameter.
+    opt_state: The optimizer's state, concrete or abstract.
+    params: A tree like the parameters.
+    others: What to make of an array that belongs to no parameter.
+
+  Returns:
+    A tree like `opt_state`.
+  """
+
+  def is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+  return optax.tree.map_params(
+    optimizer,
+    # In the place of a parameter that this part of an optimizer leaves alone.
+    lambda leaf, param: leaf if is_masked(leaf) else function(leaf, param),
+    opt_state,
+    params,
+    transform_non_params=others,
+    is_leaf=is_masked,
   )
 
 

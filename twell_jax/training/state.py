@@ -1,6 +1,7 @@
 """What a run carries from step to step, and how it comes to lie on a mesh."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ from twell_jax.training.sharding import (
 )
 
 
+# What a state also counts, which early checkpoints do not hold.
+TRACKED = ("silent_tokens", "l1_factor")
+
+
 class TrainState(NamedTuple):
   """The state of a run; everything that a checkpoint must hold of the model.
 
@@ -30,12 +35,17 @@ class TrainState(NamedTuple):
     opt_state: The optimizer's state.
     rng: The key of the run. A step that draws numbers folds its step number in,
       so that the key itself never changes.
+    silent_tokens: Tokens since each neuron last fired (`dead_neurons`).
+    l1_factor: What multiplies the scheduled λ where it follows a target
+      (`objective.l1_feedback`); 1 if it never did.
   """
 
   step: Int32[Array, ""]
   params: PyTree[Float[Array, "..."]]
   opt_state: optax.OptState
   rng: PRNGKeyArray
+  silent_tokens: Int32[Array, "layers d_ff"]
+  l1_factor: Float[Array, ""]
 
 
 class Model(NamedTuple):
@@ -97,8 +107,8 @@ def abstract_state(
 ) -> TrainState:
   """The state's shapes, dtypes and shardings, without any array."""
   state = jax.eval_shape(
-    lambda params: TrainState(
-      jnp.int32(0), params, optimizer.init(params), jax.random.key(0)
+    lambda params: _fresh(
+      model, params, optimizer.init(params), jax.random.key(0)
     ),
     model.params,
   )
@@ -124,11 +134,47 @@ def initial_state(
   def init(key: PRNGKeyArray) -> TrainState:
     params_key, run_key = jax.random.split(key)
     params = model.init(params_key)
-    return TrainState(jnp.int32(0), params, optimizer.init(params), run_key)
+    return _fresh(model, params, optimizer.init(params), run_key)
 
   abstract = abstract_state(model, optimizer)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
   return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def with_tracking(
+  fields: Mapping[str, Any], abstract: TrainState
+) -> TrainState:
+  """A state from those of its fields that a checkpoint holds.
+
+  Args:
+    fields: All of them but, perhaps, some of `TRACKED`, which then begin as
+      those of a new run.
+    abstract: The shapes and places of all.
+  """
+
+  # Abstract, whatever the fields' declared type says.
+  def fill(leaf: Array, value: int) -> Array:
+    return jnp.full(leaf.shape, value, leaf.dtype, device=leaf.sharding)
+
+  begun = {
+    "silent_tokens": fill(abstract.silent_tokens, 0),
+    "l1_factor": fill(abstract.l1_factor, 1),
+  }
+  return TrainState(**begun | dict(fields))
+
+
+def _fresh(
+  model: Model, params: PyTree, opt_state: optax.OptState, rng: PRNGKeyArray
+) -> TrainState:
+  neurons = (model.config.num_layers, model.config.d_ff)
+  return TrainState(
+    step=jnp.int32(0),
+    params=params,
+    opt_state=opt_state,
+    rng=rng,
+    silent_tokens=jnp.zeros(neurons, jnp.int32),
+    l1_factor=jnp.float32(1),
+  )
 
 
 def _placed(

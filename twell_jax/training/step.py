@@ -14,6 +14,13 @@ import optax
 from jaxtyping import Array, Float, Int32, PyTree
 
 from twell_jax.training.cross_entropy import CrossEntropy, model_cross_entropy
+from twell_jax.training.dead_neurons import (
+  DeadNeuronOptions,
+  count_silent,
+  gate_masks,
+  reinitialize_dead,
+)
+from twell_jax.training.objective import L1Feedback
 from twell_jax.training.sharding import batch_sharding, replicated
 from twell_jax.training.state import Model, TrainState, abstract_state
 
@@ -29,7 +36,11 @@ class StepStatistics(NamedTuple):
     l1: Mean over tokens of Σ|h|, for each layer.
     active: Active neurons of each token of each layer, int32.
     fired: Tokens of the step on which each neuron was active.
+    dead: Neurons that were silent during the window that ends with the step,
+      for each layer; 0 until there were as many tokens.
+    reinitialized: Those of them that the step re-initialised.
     overflowed: Tokens beyond a format's capacity, for each layer.
+    dense_tokens: Tokens computed by dense products, for each layer.
     gradient_norm: Global norm before clipping.
     learning_rate: The one of this update.
     l1_coefficient: The λ of this update.
@@ -40,7 +51,10 @@ class StepStatistics(NamedTuple):
   l1: Float[Array, "layers"]
   active: Int32[Array, "accumulation layers micro_batch seq"]
   fired: Int32[Array, "layers d_ff"]
+  dead: Int32[Array, "layers"]
+  reinitialized: Int32[Array, "layers"]
   overflowed: Int32[Array, "layers"]
+  dense_tokens: Int32[Array, "layers"]
   gradient_norm: Float[Array, ""]
   learning_rate: Float[Array, ""]
   l1_coefficient: Float[Array, ""]
@@ -75,6 +89,7 @@ class _Share(NamedTuple):
   active: Int32[Array, "layers micro_batch seq"]
   fired: Int32[Array, "layers d_ff"]
   overflowed: Int32[Array, "layers"]
+  dense_tokens: Int32[Array, "layers"]
 
 
 TrainStep = Callable[[TrainState, Batch], StepResult]
@@ -88,6 +103,8 @@ def make_train_step(
   learning_rate: optax.Schedule,
   l1_coefficient: optax.Schedule,
   accumulation_steps: int = 1,
+  dead_neurons: DeadNeuronOptions | None = None,
+  l1_feedback: L1Feedback | None = None,
 ) -> TrainStep:
   """Compiles one update; the state passed to it is consumed.
 
@@ -97,11 +114,20 @@ def make_train_step(
     learning_rate: The optimizer's schedule, to report it.
     l1_coefficient: λ as a function of the step.
     accumulation_steps: Micro-batches per step.
+    dead_neurons: Which neurons are dead, and whether they are re-initialised
+      after the optimizer's update; None is `DeadNeuronOptions()`.
+    l1_feedback: How the state's factor of λ follows a target; None leaves the
+      factor as it is and λ as scheduled.
 
   Returns:
     A function of the state and a global batch of "inputs", "targets" and
     "weights" [batch, seq].
   """
+  dead_neurons = dead_neurons or DeadNeuronOptions()
+  every_steps = dead_neurons.reinitialize_every_steps
+  reinitialize = reinitialize_dead(
+    mixing=dead_neurons.mixing, std=dead_neurons.std
+  )
 
   def objective(
     params: PyTree, micro: Batch, weight_sum: Array, coefficient: Array
@@ -113,6 +139,7 @@ def make_train_step(
       active=activity.active,
       fired=activity.fired,
       overflowed=activity.overflowed,
+      dense_tokens=activity.dense_tokens,
     )
     return share.cross_entropy + coefficient * jnp.mean(share.l1), share
 
@@ -141,6 +168,8 @@ def make_train_step(
 
   def train_step(state: TrainState, batch: Batch) -> StepResult:
     coefficient = _evaluate(l1_coefficient, state.step)
+    if l1_feedback is not None:
+      coefficient = coefficient * state.l1_factor
     grads, shares = gradient(state.params, batch, coefficient)
     gradient_norm = optax.tree.norm(grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -148,7 +177,25 @@ def make_train_step(
       updates, opt_state = optimizer.update(
         grads, state.opt_state, state.params
       )
+    tokens = batch["inputs"].size
+    fired = jnp.sum(shares.fired, axis=0)
+    silent_tokens = count_silent(state.silent_tokens, fired, tokens=tokens)
+    dead = silent_tokens >= dead_neurons.window_tokens
+    chosen = jnp.zeros_like(dead)
+    if every_steps:
+      chosen = dead & ((state.step + 1) % every_steps == 0)
+      updates, _ = reinitialize.update(
+        updates,
+        optax.EmptyState(),
+        state.params,
+        dead=gate_masks(chosen),
+        key=jax.random.fold_in(state.rng, state.step),
+      )
     params = optax.apply_updates(state.params, updates)
+    l1_factor = state.l1_factor
+    if l1_feedback is not None:
+      active = jnp.mean(jnp.sum(fired.astype(jnp.float32), axis=1)) / tokens
+      l1_factor = l1_feedback(l1_factor, active, state.step)
     entropy = jnp.sum(shares.cross_entropy)
     l1 = jnp.sum(shares.l1, axis=0)
     statistics = StepStatistics(
@@ -156,13 +203,23 @@ def make_train_step(
       cross_entropy=entropy,
       l1=l1,
       active=shares.active,
-      fired=jnp.sum(shares.fired, axis=0),
+      fired=fired,
+      dead=jnp.sum(dead, axis=1, dtype=jnp.int32),
+      reinitialized=jnp.sum(chosen, axis=1, dtype=jnp.int32),
       overflowed=jnp.sum(shares.overflowed, axis=0),
+      dense_tokens=jnp.sum(shares.dense_tokens, axis=0),
       gradient_norm=gradient_norm,
       learning_rate=_evaluate(learning_rate, state.step),
       l1_coefficient=coefficient,
     )
-    state = TrainState(state.step + 1, params, opt_state, state.rng)
+    state = TrainState(
+      step=state.step + 1,
+      params=params,
+      opt_state=opt_state,
+      rng=state.rng,
+      silent_tokens=silent_tokens,
+      l1_factor=l1_factor,
+    )
     return StepResult(state, statistics)
 
   shardings = jax.tree.map(

@@ -1,0 +1,339 @@
+r"""Peak memory of training steps against the FLOPs that buy it, for H200s.
+
+    python -m experiments.memory_frontier \
+        --output=experiments/results/memory_report
+
+Compiles what experiments/memory_report.py compiles, for every paper size, on 1
+and 8 devices, with every rematerialisation policy, for the sparse layer and its
+dense rivals, and writes OUTPUT.json, OUTPUT.md and the plots
+OUTPUT_frontier.png (1.5B on 8 devices) and OUTPUT_sizes.png.
+
+About two hours on two cores. OUTPUT.json is written after each step that was
+compiled; what is in it is not compiled again, so that an interrupted run goes
+on where it was, and a changed program needs a new OUTPUT.
+
+Rematerialisation computes products again. Their FLOPs are counted as a share of
+the dense step's, by formula. With m = d_model, a product multiplies, per token,
+
+    query, out           m · heads · head_dim each
+    key, value           m · kv_heads · head_dim each
+    scores and mixing    2 · heads · head_dim · seq_len / 2  (causal: half)
+    gate, up, down       m · d_ff each
+    logits               m · vocab_size, once
+
+and a step is three forward passes, since each product has two gradients. What
+is computed again, in each layer:
+
+    matmuls     nothing
+    attention   query, key, value and out
+    layer       these, scores and mixing, gate and up
+
+A layer that recomputes its FFN adds gate and up to "none", "matmuls" and
+"attention". Of the sparse layer, up is computed at active neurons only and not
+counted. Nor is it counted what that layer saves otherwise: the axis says what
+memory costs, not how fast a step is.
+"""
+
+import concurrent.futures
+import json
+import multiprocessing
+import pathlib
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_args
+
+import jax
+from absl import flags
+
+from experiments import cli, environment, memory_plots, memory_report
+from pallas_kernels import aot
+from twell_jax import nn
+from twell_jax.nn.config import REMAT_POLICIES, PaperSize
+
+# Fields of `TransformerConfig` by name of the layer.
+SIDES: Mapping[str, dict[str, Any]] = MappingProxyType(
+  {**memory_report.DENSE, "mosaic": {"implementation": "mosaic"}}
+)
+TOKENS_PER_DEVICE = 16384
+SEQ_LEN = 2048
+
+
+class Case(NamedTuple):
+  """A step to be compiled.
+
+  Attributes:
+    size: Of the paper's models.
+    devices: Over which parameters and sequences are cut.
+    cross_entropy: As in `TransformerConfig`.
+    remat: As in `TransformerConfig`.
+    side: A key of `SIDES`.
+  """
+
+  size: PaperSize
+  devices: int
+  cross_entropy: str
+  remat: str
+  side: str
+
+  def config(self) -> nn.TransformerConfig:
+    """The model."""
+    fields: dict[str, Any] = {
+      "attention": "cudnn",
+      "cross_entropy": self.cross_entropy,
+      "remat": self.remat,
+    }
+    return nn.paper_config(self.size, **fields, **SIDES[self.side])
+
+
+def all_cases() -> list[Case]:
+  """What is published: 1.5B on 8 devices first, where the targets are."""
+  models: list[tuple[PaperSize, int, str]] = [
+    (size, devices, "chunked")
+    for size in get_args(PaperSize)
+    for devices in (8, 1)
+  ]
+  first = ("1p5b", 8, "chunked")
+  models.sort(key=lambda model: model != first)
+  cases = [
+    Case(*model, remat, side)
+    for model in models
+    for remat in REMAT_POLICIES
+    for side in SIDES
+    # Whole layers are recomputed with their FFNs.
+    if (remat, side) != ("layer", "silu_recompute")
+  ]
+  return cases + [
+    Case("1p5b", 8, "full", remat, side)
+    for remat in REMAT_POLICIES
+    for side in ("silu", "mosaic")
+  ]
+
+
+def extra_flops(config: nn.TransformerConfig, *, seq_len: int) -> float:
+  """FLOPs of what is computed again over those of the dense step."""
+  head_dim = config.resolved_head_dim
+  projections = (
+    2 * config.d_model * head_dim * (config.num_heads + config.num_kv_heads)
+  )
+  scores = config.num_heads * head_dim * seq_len
+  neurons = config.d_model * config.d_ff
+  matrices = 3 if config.gated else 2
+  layer = projections + scores + matrices * neurons
+  logits = config.d_model * config.vocab_size
+  forward = config.num_layers * layer + logits
+
+  is_dense = config.activation != "relu" or config.implementation == "reference"
+  before_down = (matrices - 1 if is_dense else 1) * neurons
+  again = {
+    "none": 0,
+    "matmuls": 0,
+    "attention": projections,
+    "layer": projections + scores + before_down,
+  }[config.remat]
+  if config.ffn_residuals == "recomputed" and config.remat != "layer":
+    again += before_down
+  return config.num_layers * again / (3 * forward)
+
+
+def measure(case: Case) -> dict[str, Any]:
+  """Compiles one step, in a process of its own; returns a row of the results.
+
+  Returns:
+    The case's fields, those of `memory_report.Memory`, extra_flops, and where
+    it was compiled.
+  """
+  # Nothing runs, and the plugin complains where there is no GPU.
+  jax.config.update("jax_platforms", "cpu")
+  aot.find_compiler()
+  config = case.config()
+  memory = memory_report.measure(
+    config,
+    devices=case.devices,
+    tokens_per_device=TOKENS_PER_DEVICE,
+    seq_len=SEQ_LEN,
+  )
+  where = environment.describe()
+  for package in ("jax-cuda13-plugin", "nvidia-cudnn-cu13"):
+    where["versions"][package] = metadata.version(package)
+  return {
+    **case._asdict(),
+    **memory._asdict(),
+    "extra_flops": round(extra_flops(config, seq_len=SEQ_LEN), 4),
+    **where,
+  }
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+  """The case that a row of the results is of."""
+  return Case(*(row[name] for name in Case._fields))
+
+
+def _processes(workers: int) -> concurrent.futures.Executor:
+  """Each case in a new process: a compiler's crash or leak ends with it."""
+  return concurrent.futures.ProcessPoolExecutor(
+    workers,
+    mp_context=multiprocessing.get_context("spawn"),
+    max_tasks_per_child=1,
+  )
+
+
+def run(
+  cases: Sequence[Case], *, path: pathlib.Path, workers: int
+) -> list[dict[str, Any]]:
+  """Compiles the cases that are not in the file yet, and adds them to it.
+
+  Args:
+    cases: What to compile.
+    path: The JSON file of rows.
+    workers: How many to compile at a time.
+
+  Returns:
+    The rows of all cases, in their order.
+
+  Raises:
+    RuntimeError: Some could not be compiled; it is raised when all others are.
+  """
+  rows = {}
+  if path.exists():
+    found = json.loads(path.read_text(encoding="utf-8"))
+    rows = {case_of(row): row for row in found}
+  missing = [case for case in cases if case not in rows]
+  failed: list[tuple[Case, BaseException]] = []
+  with _processes(workers) as executor:
+    futures = {executor.submit(measure, case): case for case in missing}
+    try:
+      for done in concurrent.futures.as_completed(futures):
+        case = futures[done]
+        error = done.exception()
+        print(*case, "" if error is None else repr(error), flush=True)
+        if error is not None:
+          failed.append((case, error))
+          continue
+        rows[case] = done.result()
+        ordered = [rows[case] for case in cases if case in rows]
+        path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+    except BaseException:
+      executor.shutdown(cancel_futures=True)
+      raise
+  if failed:
+    case, error = failed[0]
+    raise RuntimeError(
+      f"{len(failed)} of {len(missing)} steps did not compile, one of them"
+      f" {case}; the others are in {path}"
+    ) from error
+  return [rows[case] for case in cases]
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], *, name: str) -> str:
+  """The tables, and where they were made.
+
+  Args:
+    rows: Of all cases.
+    name: Of the plots' files, up to the underscore.
+  """
+  lines = [
+    "# Peak memory of a training step on H200s",
+    "",
+    "What XLA's buffer assignment says of one device, in GiB: compiled, not"
+    f" run. {TOKENS_PER_DEVICE:,} tokens per device in sequences of"
+    f" {SEQ_LEN:,}, bfloat16 computation with float32 parameters, AdamW, FSDP"
+    " over the devices, cuDNN's attention, on both sides. The last column is"
+    " the sparse layer over the dense baseline; `silu_recompute` and"
+    " `reference` are its rivals (see experiments/memory_report.py).",
+    "",
+    f"![peak against extra FLOPs]({name}_frontier.png)",
+    "",
+    "| size | devices | cross-entropy | remat |"
+    + "".join(f" {side} |" for side in SIDES)
+    + " mosaic / silu | FFN residuals, mosaic / silu |",
+    "|---|---|---|---|" + "---|" * (len(SIDES) + 2),
+  ]
+  groups: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+  for row in rows:
+    groups.setdefault(case_of(row)[:-1], {})[row["side"]] = row
+  for model, sides in groups.items():
+    peaks = [
+      f"{memory_plots.gibibytes(sides[side]['peak']):.2f}"
+      if side in sides
+      else ""
+      for side in SIDES
+    ]
+    dense, sparse = sides["silu"], sides["mosaic"]
+    kept = [row["ffn_residuals"] for row in (sparse, dense)]
+    lines.append(
+      f"| {' | '.join(map(str, model))} | {' | '.join(peaks)} |"
+      f" {sparse['peak'] / dense['peak']:.3f} |"
+      f" {f'{kept[0] / kept[1]:.3f}' if kept[1] else ''} |"
+    )
+  lines += [
+    "",
+    f"![all sizes]({name}_sizes.png)",
+    "",
+    "## 1.5B on 8 devices: what the peak is made of",
+    "",
+    "Residuals and gradients are parts of the temporaries; FFN residuals, from"
+    " the layer's shapes, a part of the residuals. Extra FLOPs are those of"
+    " products computed again in the backward pass, over the dense step's"
+    " (see experiments/memory_frontier.py).",
+    "",
+    "| cross-entropy | remat | layer | extra FLOPs |"
+    + "".join(f" {part} |" for part in _PARTS.values()),
+    "|---|---|---|---|" + "---|" * len(_PARTS),
+  ]
+  for row in rows:
+    if (row["size"], row["devices"]) != ("1p5b", 8):
+      continue
+    parts = [f"{memory_plots.gibibytes(row[part]):.2f}" for part in _PARTS]
+    lines.append(
+      f"| {row['cross_entropy']} | {row['remat']} | {row['side']} |"
+      f" {row['extra_flops']:.1%} | {' | '.join(parts)} |"
+    )
+  sentences = dict.fromkeys(environment.sentence(row) for row in rows)
+  return "\n".join(
+    [
+      *lines,
+      "",
+      *sentences,
+      "",
+      "    python -m experiments.memory_frontier"
+      f" --output=experiments/results/{name}",
+      "",
+    ]
+  )
+
+
+_PARTS = {
+  "peak": "peak",
+  "parameters": "parameters",
+  "optimizer": "optimizer",
+  "temporaries": "temporaries",
+  "residuals": "residuals",
+  "gradients": "gradients",
+  "ffn_residuals": "FFN residuals",
+}
+
+
+def main() -> int:
+  """Compiles what is missing and writes the files."""
+  output = pathlib.Path(flags.FLAGS.output)
+  output.parent.mkdir(parents=True, exist_ok=True)
+  rows = run(
+    all_cases(),
+    path=output.with_suffix(".json"),
+    workers=flags.FLAGS.workers,
+  )
+  output.with_suffix(".md").write_text(
+    markdown(rows, name=output.name), encoding="utf-8"
+  )
+  memory_plots.write(rows, output=output)
+  return 0
+
+
+if __name__ == "__main__":
+  flags.DEFINE_string("output", None, "Where to write, without suffix.")
+  flags.DEFINE_integer(
+    "workers", 1, "How many steps to compile at a time.", lower_bound=1
+  )
+  flags.mark_flag_as_required("output")
+  cli.run(main)
