@@ -1,8 +1,17 @@
-"""Whether a run's losses are those of the reference implementation.
+"""Whether a run trains as the reference implementation would.
 
-The first steps of the run are made again, with dense layers: the same
-parameters, text, order and schedules. Only rounding may tell the two apart. It
-grows from step to step, as each step trains on what the last one rounded.
+The first steps of the run are made again, and beside them the same steps with
+the reference implementation's dense layers: same parameters, text and
+schedules. Only rounding may tell their losses apart.
+
+Rounding grows in training, which is chaotic: where two runs began equal, they
+are soon two samples of what training leads to. In the quickstart the run with
+sparse products and the reference's are 5e-6 apart until step 23, 3e-4 at step
+24, where the loss has a spike, and 1e-2 at step 100. Two runs of the reference,
+of which one cuts its batches in two, come to 6e-4 at step 24 as well. A bound
+on that would hold for a wrong gradient too. So the reference begins again from
+the run's state, the optimizer's included, every 10 steps: time enough for a
+wrong gradient to show, as it is followed 10 times, and too little for chaos.
 """
 
 import dataclasses
@@ -15,6 +24,9 @@ import numpy as np
 
 from twell_jax import nn, training
 from twell_jax.training.sharding import HostBatch
+from twell_jax.training.step import StepStatistics, TrainStep
+
+RESTART_EVERY_STEPS = 10
 
 
 class Losses(NamedTuple):
@@ -25,114 +37,137 @@ class Losses(NamedTuple):
   cross_entropy: float
 
 
-class Comparison(NamedTuple):
-  """How far a run's losses are from the reference implementation's.
+class Steps(NamedTuple):
+  """The same steps, made twice.
 
   Attributes:
-    steps: How many steps were made again.
-    compared: The reference's losses at those of the steps that the run logged.
-    largest_relative_difference: Of loss or cross entropy, at any such step.
-    at_step: The step where it is.
+    run: The losses of the run's own implementation.
+    reference: The losses of the reference implementation.
   """
 
-  steps: int
-  compared: list[Losses]
-  largest_relative_difference: float
-  at_step: int
+  run: list[Losses]
+  reference: list[Losses]
 
 
-def reference_losses(
+class Difference(NamedTuple):
+  """The largest relative difference of two sequences of losses, and where."""
+
+  relative: float
+  step: int
+
+
+def make_steps(
   config: nn.TransformerConfig,
   options: training.TrainOptions,
   *,
   mesh: jax.sharding.Mesh,
   batches: Iterable[HostBatch],
   steps: int,
-) -> list[Losses]:
-  """Trains with the reference implementation and writes nothing.
+) -> Steps:
+  """Makes the first steps of a run twice, and writes nothing.
 
   Args:
     config: The model.
     options: Of the whole run, whose schedules the steps follow.
     mesh: The devices.
     batches: The input of the run from its beginning.
-    steps: How many of the run's first steps to make, if it has so many.
+    steps: How many steps to make, if the run has so many.
 
   Returns:
-    The losses of every step.
+    The losses of each step.
   """
-  config = dataclasses.replace(config, implementation="reference")
   model = training.abstract_model(config, nn.Partitioning(mesh))
   optimizer = training.make_optimizer(options.optimizer, steps=options.steps)
-  train_step = training.make_train_step(
-    model,
-    optimizer,
+  run_step = _train_step(config, options, mesh=mesh)
+  reference_step = _train_step(
+    dataclasses.replace(config, implementation="reference"), options, mesh=mesh
+  )
+  reorder_every_steps = options.reorder_neurons_every_steps
+  reorder = None
+  if reorder_every_steps:
+    reorder = training.make_reorder(model, optimizer)
+
+  made = Steps([], [])
+  state = training.initial_state(model, optimizer, seed=options.seed)
+  beside = state
+  first_batches = itertools.islice(batches, min(steps, options.steps))
+  for step, host_batch in enumerate(first_batches, start=1):
+    if step % RESTART_EVERY_STEPS == 1:
+      # A step consumes the state that it is given.
+      beside = jax.tree.map(lambda leaf: leaf.copy(), state)
+    batch = training.place_batch(host_batch, model.partitioning)
+    state, statistics = run_step(state, batch)
+    beside, statistics_beside = reference_step(beside, batch)
+    if reorder is not None and step % reorder_every_steps == 0:
+      state = reorder(state, statistics.fired)
+    made.run.append(_losses(step, statistics))
+    made.reference.append(_losses(step, statistics_beside))
+  return made
+
+
+def largest_difference(
+  losses: Sequence[Losses], others: Iterable[Mapping[str, Any]]
+) -> Difference:
+  """Compares losses wherever both have them.
+
+  Args:
+    losses: Of some steps.
+    others: Metrics of the same or other steps.
+
+  Raises:
+    ValueError: They have no step in common.
+  """
+  by_step = {other["step"]: other for other in others}
+  common = [step for step in losses if step.step in by_step]
+  if not common:
+    raise ValueError(
+      f"the run logged none of its first {len(losses)} steps, which were made"
+      " again: make at least log_every_steps of them"
+    )
+  names = ("loss", "cross_entropy")
+  # To NumPy a NaN is the largest.
+  largest = np.max(
+    [
+      [abs(getattr(step, n) / by_step[step.step][n] - 1) for n in names]
+      for step in common
+    ],
+    axis=1,
+  )
+  where = int(np.argmax(largest))
+  return Difference(float(largest[where]), common[where].step)
+
+
+def check(difference: Difference, *, tolerance: float) -> None:
+  """Raises FloatingPointError if a difference is above `tolerance`."""
+  # Said so that a NaN is above it too.
+  if not difference.relative <= tolerance:
+    raise FloatingPointError(
+      f"the loss at step {difference.step} is {difference.relative:.2g} away"
+      " from the reference implementation's, relatively, and rounding explains"
+      f" {tolerance:.2g}: run tests/ops to find the wrong product, or allow"
+      " more if the model computes in 16 bits"
+    )
+
+
+def _train_step(
+  config: nn.TransformerConfig,
+  options: training.TrainOptions,
+  *,
+  mesh: jax.sharding.Mesh,
+) -> TrainStep:
+  """The update of a run, as `training.train` makes it."""
+  return training.make_train_step(
+    training.abstract_model(config, nn.Partitioning(mesh)),
+    training.make_optimizer(options.optimizer, steps=options.steps),
     learning_rate=training.learning_rate_schedule(
       options.optimizer, steps=options.steps
     ),
     l1_coefficient=training.l1_schedule(options.l1),
     accumulation_steps=options.accumulation_steps,
-  )
-  state = training.initial_state(model, optimizer, seed=options.seed)
-  losses = []
-  first_batches = itertools.islice(batches, min(steps, options.steps))
-  for step, batch in enumerate(first_batches, start=1):
-    state, statistics = train_step(
-      state, training.place_batch(batch, model.partitioning)
-    )
-    losses.append(
-      Losses(step, float(statistics.loss), float(statistics.cross_entropy))
-    )
-  return losses
-
-
-def compare(
-  records: Iterable[Mapping[str, Any]], reference: Sequence[Losses]
-) -> Comparison:
-  """Compares losses wherever both have them.
-
-  Args:
-    records: The metrics of the run, of kind "train".
-    reference: What `reference_losses` returned.
-
-  Raises:
-    ValueError: The run logged none of the reference's steps.
-  """
-  by_step = {losses.step: losses for losses in reference}
-  compared, differences = [], []
-  names = ("loss", "cross_entropy")
-  for record in records:
-    if record["step"] not in by_step:
-      continue
-    losses = by_step[record["step"]]
-    compared.append(losses)
-    differences.append(
-      [abs(record[name] / getattr(losses, name) - 1) for name in names]
-    )
-  if not compared:
-    raise ValueError(
-      f"the run logged none of its first {len(reference)} steps, which were"
-      " made again: make at least log_every_steps of them"
-    )
-  # To NumPy a NaN is the largest.
-  largest_of_step = np.max(differences, axis=1)
-  where = int(np.argmax(largest_of_step))
-  return Comparison(
-    steps=len(reference),
-    compared=compared,
-    largest_relative_difference=float(largest_of_step[where]),
-    at_step=compared[where].step,
+    dead_neurons=options.dead_neurons,
+    l1_feedback=training.l1_feedback(options.l1),
   )
 
 
-def check(comparison: Comparison, *, tolerance: float) -> None:
-  """Raises FloatingPointError if a relative difference is above `tolerance`."""
-  largest = comparison.largest_relative_difference
-  # Said so that a NaN is above it too.
-  if not largest <= tolerance:
-    raise FloatingPointError(
-      f"the loss at step {comparison.at_step} is {largest:.2g} away from the"
-      f" reference implementation's, relatively, and rounding explains"
-      f" {tolerance:.2g}: run tests/ops to find the wrong product, or allow"
-      " more if the model computes in 16 bits"
-    )
+def _losses(step: int, statistics: StepStatistics) -> Losses:
+  return Losses(step, float(statistics.loss), float(statistics.cross_entropy))

@@ -222,8 +222,6 @@ class Gradient(_ByEntries):
       neurons=n,
       k=k,
       width=width,
-      # What tuning.for_gradient takes where nothing else is known.
-      active=width / 4,
       sm_count=device.sm_count,
     )
     self._expected = tuning_inputs.expected_gradient(product, self._exact)

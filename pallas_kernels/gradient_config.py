@@ -81,7 +81,7 @@ def layer_config(
   neurons: int,
   k: int,
   width: int,
-  active: float,
+  active: float | None = None,
   sm_count: int = target.H200.sm_count,
 ) -> GatherConfig:
   """`default_config` where a layer calls the kernel, by token or by neuron.
@@ -92,7 +92,11 @@ def layer_config(
     neurons: Of the layer.
     k: Width of a matrix row, d_model.
     width: Entries that one token has at most: the ELL width.
-    active: Entries that a token has on average.
+    active: Entries that a token has on average; by default a quarter of width,
+      and a sixteenth where rows are neurons. Their lists have no bound but the
+      tokens, and are split rather too short than too long: a segment above a
+      block's share is waited for, while parts of some hundred rows are little
+      traffic.
     sm_count: Streaming multiprocessors of the device.
 
   Raises:
@@ -100,6 +104,8 @@ def layer_config(
   """
   if neurons < 1:
     raise ValueError(f"{neurons=} must be at least 1")
+  if active is None:
+    active = width / (16 if product.is_by_neuron else 4)
   if product.is_by_neuron:
     m, width, active = neurons, tokens, active * tokens / neurons
   else:

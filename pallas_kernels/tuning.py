@@ -193,7 +193,7 @@ def for_gradient(
     n: Neurons.
     k: Width of a matrix row, padded.
     width: Entries that a token has at most, such as the ELL width.
-    active: Entries that a token has on average; a quarter of width by default.
+    active: Entries that a token has on average, if known.
 
   Raises:
     ValueError: As `gradient_config.layer_config`; or a malformed table.
@@ -204,7 +204,7 @@ def for_gradient(
     neurons=n,
     k=k,
     width=width,
-    active=width / 4 if active is None else active,
+    active=active,
     sm_count=device.sm_count,
   )
   shape = {"m": m, "n": n, "k": k, "width": width}

@@ -145,7 +145,7 @@ FULL = Sizes(
   stage_limit_s=120.0,
 )
 
-# What can be interpreted in about a minute. XLA:CPU takes subnormals for 0.
+# What can be interpreted in a few minutes. XLA:CPU takes subnormals for 0.
 DRY = Sizes(
   activities=("edges", "not finite"),
   other_activities=("edges", "not finite"),

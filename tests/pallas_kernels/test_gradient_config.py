@@ -67,6 +67,15 @@ def test_a_layer_calls_it_by_token_or_by_neuron(product):
   assert (config.segment_length > 256) == product.is_by_neuron
 
 
+def test_segments_of_a_neuron_are_no_longer_than_a_blocks_share():
+  # 16,384 · 30 entries over 132 SMs of 4 blocks, if 30 are active.
+  for product in (Product.SDDMM_SPMM, Product.SPMM_TWO_VALUES):
+    config = gradient_config.layer_config(
+      product, tokens=16384, neurons=5632, k=2048, width=256
+    )
+    assert 256 <= config.segment_length <= 930
+
+
 def test_what_goes_by_neuron():
   by_neuron = {product for product in Product if product.is_by_neuron}
   assert by_neuron == {Product.SDDMM_SPMM, Product.SPMM_TWO_VALUES}
@@ -75,5 +84,5 @@ def test_what_goes_by_neuron():
 def test_a_layer_has_neurons():
   with pytest.raises(ValueError, match="neurons=0 must be at least 1"):
     gradient_config.layer_config(
-      Product.SDDMM_SPMM, tokens=1, neurons=0, k=256, width=1, active=1
+      Product.SDDMM_SPMM, tokens=1, neurons=0, k=256, width=1
     )

@@ -91,8 +91,8 @@ def cudnn_attention(
   if partitioning is None:
     return _cudnn(query, key, value)
   # Each device computes its own sequences and heads. Left to the partitioner,
-  # cuDNN's primitives want all three arrays to lie alike, which a scan over
-  # layers that keeps them for the backward pass does not ensure.
+  # cuDNN's primitives do not compile where the arrays lie in another way or not
+  # alike: their rule refuses such arrays instead of moving them.
   spec = partitioning.sharding(("batch", None, "heads", None)).spec
   return jax.shard_map(
     _cudnn, mesh=partitioning.mesh, in_specs=spec, out_specs=spec
