@@ -9,9 +9,13 @@ are soon two samples of what training leads to. In the quickstart the run with
 sparse products and the reference's are 5e-6 apart until step 23, 3e-4 at step
 24, where the loss has a spike, and 1e-2 at step 100. Two runs of the reference,
 of which one cuts its batches in two, come to 6e-4 at step 24 as well. A bound
-on that would hold for a wrong gradient too. So the reference begins again from
-the run's state, the optimizer's included, every 10 steps: time enough for a
-wrong gradient to show, as it is followed 10 times, and too little for chaos.
+on that would hold for a wrong gradient too.
+
+So the reference begins again from the run's state, the optimizer's included,
+every 10 steps: time enough for a wrong gradient to show, too little for chaos.
+The losses are then at most 2.2e-5 apart, and mostly 1e-7, in all 100 steps,
+through which layers change between dense and sparse products. A tenth more L1
+on one side moves even the cross entropy by up to 4e-3.
 """
 
 import dataclasses

@@ -169,15 +169,20 @@ def _markdown(figures: Mapping[str, Any]) -> str:
 
 def _reference_sentence(figures: Mapping[str, Any]) -> str:
   reference = figures["reference_losses"]
-  compared = len(reference["compared"])
   return (
-    f"The sparse model's losses are the reference implementation's: its first"
-    f" {reference['steps']} steps were made again with dense layers, and at"
-    f" {compared} logged step{'s'[: compared > 1]} of them loss and cross"
-    " entropy differ by at most"
-    f" {reference['largest_relative_difference']:.1e}, relatively (rounding"
-    f" explains {reference['tolerance']:.0e})."
+    "The sparse model's losses are the reference implementation's: of its first"
+    f" {reference['steps']} steps, made again beside those of dense layers that"
+    f" set out from its state every {reference['restart_every_steps']} steps,"
+    " none has a loss or a cross entropy further apart than"
+    f" {reference['largest_relative_difference']:.1e}, relatively; a difference"
+    f" of {reference['tolerance']:.0e} would have failed. What the run had"
+    " logged of these steps came out again"
+    f" {_within(reference['difference_from_logged'])}."
   )
+
+
+def _within(difference: float) -> str:
+  return f"to within {difference:.1e}" if difference else "to the last bit"
 
 
 def _switch(figures: Mapping[str, Any]) -> list[str]:
@@ -236,10 +241,10 @@ def _plot_loss(records: Records, figures: Mapping[str, Any]) -> plt.Figure:
       markersize=4,
       label=f"{name}, held-out",
     )
-  compared = figures["reference_losses"]["compared"]
+  reference = figures["reference_losses"]["reference_at_logged_steps"]
   axes.plot(
-    [losses["step"] for losses in compared],
-    [losses["cross_entropy"] for losses in compared],
+    [losses["step"] for losses in reference],
+    [losses["cross_entropy"] for losses in reference],
     "k+",
     label="sparse, training by the reference",
   )

@@ -9,13 +9,13 @@ import pytest
 from absl import flags
 from matplotlib import image
 
-from experiments import quickstart, report
+from experiments import quickstart, reference_losses, report
 from tests.experiments import programs
 from twell_jax import training
 
 PLOTS = ("activity.png", "layers.png", "loss.png", "speed.png")
 PREFILL_TOKENS = 64
-REFERENCE_STEPS = 6
+STEPS = 12  # more than between restarts of the reference
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +27,14 @@ def arguments(corpus, tmp_path_factory):
     f"--workdir={workdir}",
     f"--prefill_tokens={PREFILL_TOKENS}",
     "--min_seconds=0",
-    f"--reference_steps={REFERENCE_STEPS}",
-    # Sparse products from the first step on.
-    *programs.tiny_flags({"data.corpus": corpus, "model.dense_above": 1.0}),
+    *programs.tiny_flags(
+      {
+        "data.corpus": corpus,
+        "steps": STEPS,
+        "model.dense_above": 1.0,  # sparse products from the first step on
+        "reorder_neurons_every_steps": 5,
+      }
+    ),
   ]
 
 
@@ -63,7 +68,7 @@ def numbers(text, label):
 def test_both_models_are_trained(workdir, figures):
   for name in ("sparse", "dense"):
     records = training.read_metrics(workdir / name, kind="train")
-    assert [record["step"] for record in records] == list(range(1, 9))
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     coefficients = {record["l1_coefficient"] for record in records}
     assert (max(coefficients) > 0) == (name == "sparse")
     held_out = training.read_metrics(workdir / name, kind="held_out")
@@ -93,7 +98,7 @@ def test_the_figures(figures):
   for row in figures["speed"]:
     assert row["ratio"] == pytest.approx(row["dense_ms"] / row["sparse_ms"])
   assert f"{PREFILL_TOKENS} tokens" in figures["speed"][0]["what"]
-  assert figures["train_tokens_per_model"] == 8 * 4 * 32
+  assert figures["train_tokens_per_model"] == STEPS * 4 * 32
   assert figures["corpus_tokens"] > figures["held_out_tokens"] > 0
   embedding, norms = 300 * 32, 5 * 32
   attention, ffn = 2 * (2 * 32 * 32 + 2 * 32 * 16), 2 * 3 * 64 * 32
@@ -102,15 +107,19 @@ def test_the_figures(figures):
 
 def test_the_sparse_model_has_the_losses_of_the_reference(workdir, figures):
   reference = figures["reference_losses"]
-  assert reference["steps"] == REFERENCE_STEPS
+  assert reference["steps"] == STEPS
   records = training.read_metrics(workdir / "sparse", kind="train")
-  assert [record["dense_fraction"] for record in records] == [[0.0, 0.0]] * 8
+  assert [record["dense_fraction"] for record in records] == [
+    [0.0, 0.0]
+  ] * STEPS
   for record, losses in zip(
-    records[:REFERENCE_STEPS], reference["compared"], strict=True
+    records, reference["reference_at_logged_steps"], strict=True
   ):
     for name in ("step", "loss", "cross_entropy"):
       assert record[name] == pytest.approx(losses[name], rel=1e-6)
-  assert 0 < reference["largest_relative_difference"] < 1e-6
+  assert reference["largest_relative_difference"] < 1e-6
+  # The same steps as the run's, re-ordering included.
+  assert reference["difference_from_logged"] == 0
   assert figures["dense_above"] == 1.0
   assert figures["sparse_from_step"] == [1, 1]
 
@@ -192,16 +201,23 @@ def test_a_second_call_trains_nothing_again(workdir, arguments, environment):
     assert again[name] == report_before[name]
 
 
-def test_losses_that_are_not_the_references_fail(
-  workdir, arguments, environment
-):
-  report = (workdir / "report.json").read_bytes()
-  exactly = [*arguments, "--reference_tolerance=0"]
-  process = programs.run(exactly, environment=environment)
-  assert process.returncode == 2
-  error = process.stderr.splitlines()[-1]
-  assert re.match(r"error: the loss at step [1-6] is \d", error)
-  assert (workdir / "report.json").read_bytes() == report
+def test_losses_that_are_not_the_references_fail(monkeypatch):
+  losses = reference_losses.Losses(1, 4.0, 3.0)
+  made = reference_losses.Steps([losses], [losses._replace(loss=4.1)])
+  monkeypatch.setattr(reference_losses, "make_steps", lambda *_, **__: made)
+  values = types.SimpleNamespace(reference_steps=1, reference_tolerance=2e-4)
+  monkeypatch.setattr(flags, "FLAGS", values)
+  records = [{"kind": "train"} | losses._asdict()]
+  with pytest.raises(FloatingPointError, match=r"step 1 is 0\.024 away"):
+    quickstart.compare_with_reference(
+      programs.tiny_config({}), batches=[], records=records
+    )
+  monkeypatch.setattr(values, "reference_tolerance", 0.1)
+  figures = quickstart.compare_with_reference(
+    programs.tiny_config({}), batches=[], records=records
+  )
+  assert figures["at_step"] == 1
+  assert figures["difference_from_logged"] == 0
 
 
 def test_models_of_another_config_are_refused(workdir, arguments, environment):

@@ -1,6 +1,7 @@
 """experiments/report.py on figures of a run that never was."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -33,19 +34,21 @@ LAYER = {
   "maximum": 12,
   "alive_fraction": 0.5,
 }
-FIGURES = {
+FIGURES: dict[str, Any] = {
   "config": {
     "model": {"d_ff": 200, "d_model": 32, "num_layers": 3},
     "l1": {"coefficient": 0.1},
   },
   "reference_losses": {
     "steps": 25,
-    "compared": [
-      {"step": step, "loss": 5.0, "cross_entropy": 4.0} for step in (10, 20)
-    ],
+    "restart_every_steps": 5,
     "largest_relative_difference": 2.5e-6,
     "at_step": 20,
     "tolerance": 1e-3,
+    "difference_from_logged": 0.0,
+    "reference_at_logged_steps": [
+      {"step": step, "loss": 5.0, "cross_entropy": 4.0} for step in (10, 20)
+    ],
   },
   "dense_above": 0.04,
   "sparse_from_step": report.sparse_from_step(RECORDS),
@@ -111,7 +114,9 @@ def test_the_switch_is_drawn(changes, tmp_path):
 def test_the_comparison_with_the_reference(tmp_path):
   text = write(tmp_path)
   (line,) = (line for line in text.splitlines() if "made again" in line)
-  steps, logged, difference, tolerance = re.findall(r"\d[\d.e-]*\d|\d", line)
-  assert (int(steps), int(logged)) == (25, 2)
-  assert float(difference) == 2.5e-6
-  assert float(tolerance) == 1e-3
+  numbers = [float(n) for n in re.findall(r"\d\S*\d|\d", line)]
+  assert numbers == [25, 5, 2.5e-6, 1e-3]
+  assert line.endswith("came out again to the last bit.")
+  reference = FIGURES["reference_losses"] | {"difference_from_logged": 3e-7}
+  text = write(tmp_path, reference_losses=reference)
+  assert "came out again to within 3.0e-07." in text

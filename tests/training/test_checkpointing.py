@@ -83,6 +83,23 @@ def test_a_donated_state_is_saved_as_it_was(
   jax.tree.map(np.testing.assert_array_equal, expected, host(restored))
 
 
+def test_a_checkpoint_from_before_silent_tokens_were_counted(
+  tmp_path, config, optimizer, corpus, caplog
+):
+  mesh = training.make_mesh(data=1, fsdp=2, tensor=2)
+  state = state_on(mesh, config, optimizer)
+  fields = state._asdict()
+  del fields["silent_tokens"], fields["l1_control"]
+  with training.Checkpoints(tmp_path) as checkpoints:
+    save(checkpoints, fields, corpus.batches(), step=1)
+    with caplog.at_level("WARNING"):
+      restored = checkpoints.restore(abstract_on(mesh, config, optimizer)).state
+  jax.tree.map(np.testing.assert_array_equal, host(state), host(restored))
+  places = jax.tree.map(lambda a, b: a.sharding == b.sharding, state, restored)
+  assert all(jax.tree.leaves(places))
+  assert "step 1 has no silent_tokens, l1_control: begun anew" in caplog.text
+
+
 def test_the_latest_and_the_best_are_kept(
   tmp_path, config, optimizer, corpus, single_mesh
 ):

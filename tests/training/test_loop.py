@@ -64,19 +64,32 @@ def exact(directory, kind="train"):
   return records
 
 
-def test_interrupted_and_resumed_is_the_unbroken_run(run, corpus, tmp_path):
-  whole = run("whole")
+# All that is remembered between steps besides parameters and moments.
+TRACKED = {
+  "dead_neurons": training.DeadNeuronOptions(
+    window_tokens=1, reinitialize_every_steps=1
+  ),
+  "l1": training.L1Options(coefficient=1.0, target_active=3.0, target_gain=0.1),
+  "reorder_neurons_every_steps": 4,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, TRACKED], ids=["plain", "tracked"])
+def test_interrupted_and_resumed_is_the_unbroken_run(
+  run, corpus, tmp_path, changes
+):
+  whole = run("whole", **changes)
   assert whole.outcome == "finished"
   assert whole.step == STEPS == len(exact(tmp_path / "whole"))
 
   # Ignored, not Python's own, if the tests run in the background of a shell.
   handler = signal.getsignal(signal.SIGINT)
-  broken = run("broken", batches=stop_in(corpus, 6))
+  broken = run("broken", batches=stop_in(corpus, 6), **changes)
   assert broken.outcome == "interrupted"
   assert broken.held_out is None
   assert training.saved_steps(tmp_path / "broken" / "checkpoints") == [6]
   assert signal.getsignal(signal.SIGINT) is handler
-  resumed = run("broken", start="resume")
+  resumed = run("broken", start="resume", **changes)
   assert resumed.outcome == "finished"
 
   # Bit for bit: JSON keeps every digit of a float.
@@ -85,6 +98,16 @@ def test_interrupted_and_resumed_is_the_unbroken_run(run, corpus, tmp_path):
     np.testing.assert_array_equal, whole.state.params, resumed.state.params
   )
   assert resumed.held_out == whole.held_out
+  records = exact(tmp_path / "whole")
+  reinitialized = [sum(record["reinitialized"]) for record in records]
+  coefficients = {record["l1_coefficient"] for record in records}
+  if changes:
+    # Before and after the interruption.
+    assert sum(reinitialized[:6]) > 0 < sum(reinitialized[6:])
+    assert len(coefficients) == STEPS
+  else:
+    assert sum(reinitialized) == 0
+    assert max(coefficients) == np.float32(1e-3)
 
 
 def test_reordering_changes_nothing_but_the_order(

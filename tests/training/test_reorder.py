@@ -48,8 +48,8 @@ def make_state(model, optimizer, *, moments):
       {"zero": zeros, "drawn": draw}[moments], abstract.opt_state
     ),
     rng=jax.random.key(0),
-    silent_tokens=rng.integers(0, 99, (LAYERS, D_FF), np.int32),
-    l1_factor=jnp.float32(1),
+    silent_tokens=jnp.asarray(rng.integers(0, 99, (LAYERS, D_FF), np.int32)),
+    l1_control=jax.tree.map(zeros, abstract.l1_control),
   )
   return jax.device_put(state, jax.tree.map(lambda a: a.sharding, abstract))
 

@@ -81,18 +81,59 @@ def backward(
     dup = None if up is None else zeros
     return Gradients(jnp.zeros(x.shape, dtype), zeros, dup, zeros)
 
-  def product(a, b):
-    return jnp.matmul(a, b, preferred_element_type=dtype)
+  hot = slice(hot_neurons)
+  part = gradients(
+    z,
+    u,
+    x,
+    gate[hot],
+    None if up is None else up[hot],
+    down[hot],
+    dy,
+    penalty=dl1 / x.shape[0],
+  )
 
   def rows(matrix):
     return jnp.pad(matrix, ((0, gate.shape[0] - hot_neurons), (0, 0)))
 
-  hot = slice(hot_neurons)
-  h, dz, du = reference.neuron_gradients(
-    z, u, down[hot], dy, penalty=dl1 / x.shape[0]
+  return Gradients(
+    x=part.x,
+    gate=rows(part.gate),
+    up=None if part.up is None else rows(part.up),
+    down=rows(part.down),
   )
-  dx, dup = product(dz, gate[hot]), None
+
+
+def gradients(
+  z: Float[Array, "tokens d_ff"],
+  u: Float[Array, "tokens d_ff"] | None,
+  x: Float[Array, "tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  dy: Float[Array, "tokens d_model"],
+  *,
+  penalty: Float[Array, ""],
+) -> Gradients:
+  """Those of the dense layer, not yet rounded; from z and u on.
+
+  Args:
+    z: Gate pre-activations of all these neurons.
+    u: Up pre-activations, or None.
+    x: Tokens.
+    gate: Gate matrix.
+    up: Up matrix, or None.
+    down: Down matrix.
+    dy: Cotangent of y.
+    penalty: Cotangent of each |h|.
+  """
+  dtype = accumulation_dtype(x.dtype)
+
+  def product(a, b):
+    return jnp.matmul(a, b, preferred_element_type=dtype)
+
+  h, dz, du = reference.neuron_gradients(z, u, down, dy, penalty=penalty)
+  dx, dup = product(dz, gate), None
   if up is not None and du is not None:
-    dx, dup = dx + product(du, up[hot]), rows(product(du.T, x))
-  dgate, ddown = rows(product(dz.T, x)), rows(product(h.T, dy))
-  return Gradients(x=dx, gate=dgate, up=dup, down=ddown)
+    dx, dup = dx + product(du, up), product(du.T, x)
+  return Gradients(x=dx, gate=product(dz.T, x), up=dup, down=product(h.T, dy))

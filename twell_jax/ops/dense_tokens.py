@@ -26,7 +26,6 @@ from twell_jax.formats import RowMap
 from twell_jax.formats.bits import is_active
 from twell_jax.formats.hybrid import active_entries
 from twell_jax.ops import dense_part, reference
-from twell_jax.ops.gathered import accumulation_dtype
 from twell_jax.ops.outputs import Gradients
 
 BLOCKS = (2048, 512)
@@ -135,11 +134,7 @@ def backward(
     dy: Cotangent of y.
     penalty: Cotangent of each |h|.
   """
-  dtype = accumulation_dtype(x.dtype)
   num_wanted = jnp.sum(wanted, dtype=jnp.int32)
-
-  def product(a, b):
-    return jnp.matmul(a, b, preferred_element_type=dtype)
 
   def block(
     rows_of_block: RowMap, place: Int32[Array, "slots"], sums: Gradients
@@ -161,17 +156,11 @@ def backward(
     else:
       last = jnp.minimum(place[-1], num_wanted - 1)
       z, u = lax.cond(last < rows.p.shape[0], read, lambda _: again(), rows)
-    h, dz, du = reference.neuron_gradients(z, u, down, dy_rows, penalty=penalty)
-    dx, dup = product(dz, gate), sums.up
-    if up is not None and du is not None:
-      dx += product(du, up)
-      dup = sums.up + product(du.T, x_rows)
-    return Gradients(
-      x=rows_of_block.put(sums.x, dx),
-      gate=sums.gate + product(dz.T, x_rows),
-      up=dup,
-      down=sums.down + product(h.T, dy_rows),
+    part = dense_part.gradients(
+      z, u, x_rows, gate, up, down, dy_rows, penalty=penalty
     )
+    dx = rows_of_block.put(sums.x, part.x)
+    return sums.add_matrices(part)._replace(x=dx)
 
   return _in_blocks(wanted, block, gradients)
 

@@ -53,3 +53,12 @@ class Gradients(NamedTuple):
   gate: Float[Array, "d_ff d_model"]
   up: Float[Array, "d_ff d_model"] | None
   down: Float[Array, "d_ff d_model"]
+
+  def add_matrices(self, part: "Gradients") -> "Gradients":
+    """The sums over two sets of tokens, of the matrices; x as it is here."""
+    up = self.up
+    if up is not None and part.up is not None:
+      up = up + part.up
+    return self._replace(
+      gate=self.gate + part.gate, up=up, down=self.down + part.down
+    )

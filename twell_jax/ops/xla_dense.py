@@ -24,7 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, UInt32
 
 from twell_jax.formats.bits import to_bits, to_floats, unpack
-from twell_jax.ops import reference
+from twell_jax.ops import dense_part, reference
 from twell_jax.ops.gathered import accumulation_dtype
 from twell_jax.ops.outputs import Gradients
 
@@ -101,9 +101,6 @@ def backward(
   """
   tokens, dtype = x.shape[0], accumulation_dtype(x.dtype)
 
-  def product(a, b):
-    return jnp.matmul(a, b, preferred_element_type=dtype)
-
   def chunk(first, size, sums):
     x_rows, dy_rows = _rows(x, first, size), _rows(dy, first, size)
     hot_z = None if hot is None else _rows(hot.z, first, size)
@@ -115,17 +112,11 @@ def backward(
       if hot is not None and hot.u is not None:
         hot_u = _rows(hot.u, first, size)
       u = _again(hot_u, x_rows, up)
-    h, dz, du = reference.neuron_gradients(z, u, down, dy_rows, penalty=penalty)
-    dx, dup = product(dz, gate), None
-    if up is not None and du is not None:
-      dx += product(du, up)
-      dup = sums.up + product(du.T, x_rows)
-    return Gradients(
-      x=_put(sums.x, first, dx.astype(x.dtype)),
-      gate=sums.gate + product(dz.T, x_rows),
-      up=dup,
-      down=sums.down + product(h.T, dy_rows),
+    part = dense_part.gradients(
+      z, u, x_rows, gate, up, down, dy_rows, penalty=penalty
     )
+    dx = _put(sums.x, first, part.x.astype(x.dtype))
+    return sums.add_matrices(part)._replace(x=dx)
 
   zeros = jnp.zeros(gate.shape, dtype)
   start = Gradients(

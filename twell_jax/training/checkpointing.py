@@ -123,7 +123,7 @@ class Checkpoints:
     """Loads a checkpoint onto the mesh of the abstract state.
 
     One that was written before silent tokens were counted is loaded too: the
-    counts and the factor of λ begin as in a new run, which is logged.
+    counts and the control of λ begin as in a new run, which is logged.
 
     Args:
       abstract: Shapes, dtypes and shardings of the state

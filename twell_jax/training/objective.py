@@ -12,17 +12,23 @@ published code (arXiv 2603.23198) normalises only the first so: see
 schedule is multiplied by a factor which, once the warm-up is over, every step
 adjusts by what it measured, on average over tokens and layers:
 
-  factor ← factor · clip(active / target, 1/2, 2) ^ gain
+  ahead  = active · (active / usual)
+  factor ← factor · clip(ahead / target, 1/2, 2) ^ gain
+  usual  ← usual · (active / usual) ^ (1 / horizon)
 
-within [1/max_factor, max_factor]. λ then rises while too many neurons are
-active, and falls while too few are. A neuron's activity answers to λ only after
-many steps: a gain that is too large for that makes λ swing, and neurons that
-its peaks silence may stay dead.
+with the factor within [1/max_factor, max_factor]. The usual activity lags
+behind by the horizon, in steps, so that `ahead` is where the trend leads within
+as many. λ rises while that is above the target, and falls while it is below.
+
+Looking ahead is what keeps λ from swinging: activity answers to λ late, so that
+without it λ still rises when it is already too large, and neurons which its
+peaks silence may stay dead. A gain that is too large for the horizon does that.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -30,14 +36,30 @@ from jaxtyping import Array, Float, Int32
 
 from twell_jax.nn import TransformerConfig
 
-# The factor of λ after a step, from that before it, the active neurons per
-# token that the step measured, and the number of updates made before it.
-L1Feedback = Callable[
-  [Float[Array, ""], Float[Array, ""], Int32[Array, ""]], Float[Array, ""]
-]
-
+# Active neurons per token are not taken for fewer, so that ratios are finite.
+_SMALLEST_ACTIVE = 1e-3
 # Beyond this ratio of measured and target activity, λ moves no faster.
 _LARGEST_RATIO = 2.0
+
+
+class L1Control(NamedTuple):
+  """What is remembered of following a target.
+
+  Attributes:
+    factor: What multiplies the scheduled λ; 1 at first.
+    usual: Active neurons per token lately, a geometric mean; 0 if there was no
+      target yet.
+  """
+
+  factor: Float[Array, ""]
+  usual: Float[Array, ""]
+
+
+# The control after a step, from that before it, the active neurons per token
+# that the step measured, and the number of updates made before it.
+L1Feedback = Callable[
+  [L1Control, Float[Array, ""], Int32[Array, ""]], L1Control
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +73,8 @@ class L1Options:
     target_active: Active neurons per token, on average over the layers, to
       which λ is adjusted from the end of the warm-up; 0 leaves it as scheduled.
     target_gain: How fast λ is adjusted: at most by the factor 2 ^ target_gain
-      in a step. 0.01 suits runs of some hundred steps, less suits longer ones.
+      in a step.
+    target_horizon: Steps by which the trend of the activity is looked ahead.
     target_max_factor: Largest ratio of the adjusted λ and the coefficient, up
       and down.
   """
@@ -60,7 +83,8 @@ class L1Options:
   start_step: int = 0
   warmup_steps: int = 0
   target_active: float = 0.0
-  target_gain: float = 0.01
+  target_gain: float = 0.02
+  target_horizon: float = 100.0
   target_max_factor: float = 10.0
 
   def __post_init__(self):
@@ -70,6 +94,11 @@ class L1Options:
     if not 0 < self.target_gain <= 1:
       raise ValueError(
         f"l1 target_gain = {self.target_gain} must be above 0 and at most 1"
+      )
+    if not 1 <= self.target_horizon < math.inf:
+      raise ValueError(
+        f"l1 target_horizon = {self.target_horizon} must be finite and at"
+        " least 1"
       )
     if not 1 < self.target_max_factor < math.inf:
       raise ValueError(
@@ -104,13 +133,22 @@ def l1_feedback(options: L1Options) -> L1Feedback | None:
   bound = options.target_max_factor
 
   def feedback(
-    factor: Float[Array, ""], active: Float[Array, ""], step: Int32[Array, ""]
-  ) -> Float[Array, ""]:
+    control: L1Control, active: Float[Array, ""], step: Int32[Array, ""]
+  ) -> L1Control:
+    active = jnp.maximum(active, _SMALLEST_ACTIVE)
+    usual = jnp.where(control.usual > 0, control.usual, active)
+    trend = active / usual
     ratio = jnp.clip(
-      active / options.target_active, 1 / _LARGEST_RATIO, _LARGEST_RATIO
+      active * trend / options.target_active,
+      1 / _LARGEST_RATIO,
+      _LARGEST_RATIO,
     )
-    adjusted = jnp.clip(factor * ratio**options.target_gain, 1 / bound, bound)
-    return jnp.where(step >= begin, adjusted, factor)
+    factor = control.factor * ratio**options.target_gain
+    factor = jnp.clip(factor, 1 / bound, bound)
+    return L1Control(
+      factor=jnp.where(step >= begin, factor, control.factor),
+      usual=usual * trend ** (1 / options.target_horizon),
+    )
 
   return feedback
 

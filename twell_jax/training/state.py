@@ -15,15 +15,15 @@ from twell_jax.nn import (
   TransformerLM,
   logical_axes,
 )
+from twell_jax.training.objective import L1Control
 from twell_jax.training.sharding import (
   optimizer_shardings,
   parameter_shardings,
   replicated,
 )
 
-
 # What a state also counts, which early checkpoints do not hold.
-TRACKED = ("silent_tokens", "l1_factor")
+TRACKED = ("silent_tokens", "l1_control")
 
 
 class TrainState(NamedTuple):
@@ -36,8 +36,7 @@ class TrainState(NamedTuple):
     rng: The key of the run. A step that draws numbers folds its step number in,
       so that the key itself never changes.
     silent_tokens: Tokens since each neuron last fired (`dead_neurons`).
-    l1_factor: What multiplies the scheduled λ where it follows a target
-      (`objective.l1_feedback`); 1 if it never did.
+    l1_control: What multiplies λ where it follows a target (`objective`).
   """
 
   step: Int32[Array, ""]
@@ -45,7 +44,7 @@ class TrainState(NamedTuple):
   opt_state: optax.OptState
   rng: PRNGKeyArray
   silent_tokens: Int32[Array, "layers d_ff"]
-  l1_factor: Float[Array, ""]
+  l1_control: L1Control
 
 
 class Model(NamedTuple):
@@ -156,9 +155,12 @@ def with_tracking(
   def fill(leaf: Array, value: int) -> Array:
     return jnp.full(leaf.shape, value, leaf.dtype, device=leaf.sharding)
 
-  begun = {
+  begun: dict[str, Any] = {
     "silent_tokens": fill(abstract.silent_tokens, 0),
-    "l1_factor": fill(abstract.l1_factor, 1),
+    "l1_control": L1Control(
+      factor=fill(abstract.l1_control.factor, 1),
+      usual=fill(abstract.l1_control.usual, 0),
+    ),
   }
   return TrainState(**begun | dict(fields))
 
@@ -173,7 +175,7 @@ def _fresh(
     opt_state=opt_state,
     rng=rng,
     silent_tokens=jnp.zeros(neurons, jnp.int32),
-    l1_factor=jnp.float32(1),
+    l1_control=L1Control(factor=jnp.float32(1), usual=jnp.float32(0)),
   )
 
 

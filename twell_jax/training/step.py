@@ -117,7 +117,7 @@ def make_train_step(
     dead_neurons: Which neurons are dead, and whether they are re-initialised
       after the optimizer's update; None is `DeadNeuronOptions()`.
     l1_feedback: How the state's factor of λ follows a target; None leaves the
-      factor as it is and λ as scheduled.
+      state's control as it is and λ as scheduled.
 
   Returns:
     A function of the state and a global batch of "inputs", "targets" and
@@ -169,7 +169,7 @@ def make_train_step(
   def train_step(state: TrainState, batch: Batch) -> StepResult:
     coefficient = _evaluate(l1_coefficient, state.step)
     if l1_feedback is not None:
-      coefficient = coefficient * state.l1_factor
+      coefficient = coefficient * state.l1_control.factor
     grads, shares = gradient(state.params, batch, coefficient)
     gradient_norm = optax.tree.norm(grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
@@ -192,10 +192,10 @@ def make_train_step(
         key=jax.random.fold_in(state.rng, state.step),
       )
     params = optax.apply_updates(state.params, updates)
-    l1_factor = state.l1_factor
+    l1_control = state.l1_control
     if l1_feedback is not None:
       active = jnp.mean(jnp.sum(fired.astype(jnp.float32), axis=1)) / tokens
-      l1_factor = l1_feedback(l1_factor, active, state.step)
+      l1_control = l1_feedback(l1_control, active, state.step)
     entropy = jnp.sum(shares.cross_entropy)
     l1 = jnp.sum(shares.l1, axis=0)
     statistics = StepStatistics(
@@ -218,7 +218,7 @@ def make_train_step(
       opt_state=opt_state,
       rng=state.rng,
       silent_tokens=silent_tokens,
-      l1_factor=l1_factor,
+      l1_control=l1_control,
     )
     return StepResult(state, statistics)
 
