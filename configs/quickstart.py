@@ -72,6 +72,19 @@ def get_config() -> ConfigDict:
   config.l1.coefficient = 4e-3  # λ of mean-over-layers l1; 0 trains the twin
   config.l1.start_step = 0  # λ is 0 before
   config.l1.warmup_steps = 50  # steps from 0 to the coefficient
+  # Active neurons per token, over all layers, to which λ is then adjusted; 0
+  # leaves it at the coefficient
+  config.l1.target_active = 0.0
+  config.l1.target_gain = 0.02  # λ changes by 2 ^ gain in a step at most
+  config.l1.target_horizon = 100.0  # steps by which the trend is looked ahead
+  config.l1.target_max_factor = 10.0  # of λ and the coefficient, up and down
+
+  config.dead_neurons = ConfigDict()
+  config.dead_neurons.window_tokens = 65_536  # of silence; 32 updates
+  # Steps between re-initialisations of dead neurons' gate rows; 0 is never
+  config.dead_neurons.reinitialize_every_steps = 0
+  config.dead_neurons.mixing = 0.1  # share of the new row
+  config.dead_neurons.std = 0.02  # of the new row
 
   config.mesh = ConfigDict()
   config.mesh.data = -1  # −1: the devices that the other axes leave

@@ -73,14 +73,14 @@ def _frontier(rows: Rows) -> plt.Figure:
 
 
 def _all_sizes(rows: Rows) -> plt.Figure:
-  figure, grid = plt.subplots(
-    2, len(_SIZE_NAMES), figsize=(13, 7), sharex=True, layout="constrained"
+  models = [*((size, 8) for size in _SIZE_NAMES), ("1p5b", 1)]
+  figure, line = plt.subplots(
+    1, len(models), figsize=(15, 4), sharex=True, layout="constrained"
   )
-  for line, devices in zip(grid, (1, 8), strict=True):
-    for axes, size in zip(line, _SIZE_NAMES, strict=True):
-      _draw(axes, _of_model(rows, size, devices))
-      plural = "s" if devices > 1 else ""
-      axes.set_title(f"{_SIZE_NAMES[size]}, {devices} H200{plural}")
+  for axes, (size, devices) in zip(line, models, strict=True):
+    _draw(axes, _of_model(rows, size, devices))
+    plural = "s" if devices > 1 else ""
+    axes.set_title(f"{_SIZE_NAMES[size]}, {devices} H200{plural}")
   figure.supxlabel(
     "products computed again in the backward pass, % of the dense step's FLOPs"
   )

@@ -99,6 +99,7 @@ def _train(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
 def _twin(config: ConfigDict) -> ConfigDict:
   twin = config.copy_and_resolve_references()
   twin.l1.coefficient = 0.0
+  twin.l1.target_active = 0.0
   twin.model.implementation = "reference"
   return twin
 

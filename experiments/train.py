@@ -50,6 +50,7 @@ def train_options(config: ConfigDict) -> training.TrainOptions:
     accumulation_steps=config.accumulation_steps,
     optimizer=training.OptimizerOptions(**config.optimizer),
     l1=training.L1Options(**config.l1),
+    dead_neurons=training.DeadNeuronOptions(**config.dead_neurons),
     log_every_steps=config.log_every_steps,
     eval_every_steps=config.eval.every_steps,
     eval_batches=config.eval.batches,

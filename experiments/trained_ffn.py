@@ -181,6 +181,7 @@ def _updates(
     learning_rate=training.learning_rate_schedule(still, steps=options.steps),
     l1_coefficient=training.l1_schedule(options.l1),
     accumulation_steps=options.accumulation_steps,
+    dead_neurons=options.dead_neurons,
   )
   state = training.initial_state(model, optimizer, seed=options.seed)
   # Copied: an update consumes the state it is given.

@@ -120,7 +120,9 @@ def test_each_call_gives_a_config_of_its_own(module):
   assert first.steps != second.steps
 
 
-@pytest.mark.parametrize("section", ["model", "optimizer", "l1"])
+@pytest.mark.parametrize(
+  "section", ["model", "optimizer", "l1", "dead_neurons"]
+)
 def test_a_field_that_nothing_reads_is_refused(module, section):
   config = module.get_config()
   config[section]["superfluous"] = 1

@@ -101,6 +101,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ("learning_rate = -0.1", "above 0"),
   ),
   "l1": ({"l1.coefficient": -1.0}, ("coefficient = -1.0", "0 or more")),
+  "target": (
+    {"l1.target_active": 64.0},
+    ("target_active = 64.0", "below d_ff = 64"),
+  ),
+  "target_of_the_twin": (
+    {"l1.target_active": 8.0, "l1.coefficient": 0.0},
+    ("target_active = 8.0", "needs a coefficient above 0"),
+  ),
+  "dead_neurons": (
+    {"dead_neurons.window_tokens": 0},
+    ("window_tokens = 0", "from 1 to"),
+  ),
   "mesh": (
     {"mesh.data": 1, "mesh.tensor": 3},
     ("tensor = 3", "4 devices", "must multiply to that number"),

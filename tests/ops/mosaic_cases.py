@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.ops.dense_layer import Case, make_case
+from tests.ops.dense_layer import make_case
 from twell_jax.ops import sparse_ffn
 
 # Nothing here divides anything. The neurons are two tiles of TwELL, not more:
@@ -13,7 +13,7 @@ from twell_jax.ops import sparse_ffn
 SIZE = {"tokens": (13,), "d_model": 33, "d_ff": 100}
 
 
-def bf16_case(rng, activity, **changes) -> Case:
+def bf16_case(rng, activity, **changes):
   return make_case(rng, activity, **SIZE | changes).as_dtype(jnp.bfloat16)
 
 

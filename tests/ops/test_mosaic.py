@@ -197,9 +197,9 @@ def test_the_switch_to_dense_products(hot_neurons, rng):
   pattern = np.zeros((tokens, d_ff), bool)
   for row in pattern:
     row[rng.integers(hot_neurons, d_ff - active) + np.arange(active)] = True
-  inputs = map(np.asarray, inputs_with_pattern(rng, pattern))
+  x, gate, up, down = map(np.asarray, inputs_with_pattern(rng, pattern))
   dy = rng.normal(size=(tokens, tokens)).astype(jnp.bfloat16)
-  case = Case(*inputs, dy)
+  case = Case(x, gate, up, down, dy)
   expected, plain = oracle(case), results_of_plain(case)
   entries = tokens * (d_ff - hot_neurons)
   for dense_above, computed_densely in (

@@ -184,11 +184,7 @@ def test_the_dense_backward_keeps_the_signs(rng):
   """Made again, z may round to another sign than in the forward pass."""
   case = make_case(rng, "mixed", **SIZE).as_dtype(jnp.float32)
   choices = Choices(dense_above=0.0)
-  up = case.up
-  assert up is not None
-  x, gate, up, down, dy = map(
-    jnp.asarray, (case.x, case.gate, up, case.down, case.dy)
-  )
+  x, gate, up, down, dy = (jnp.asarray(array) for array in case)
   kept = kept_of(x, gate, up, down, dense_above=0.0)
 
   def gradients(active):

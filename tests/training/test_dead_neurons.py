@@ -1,6 +1,7 @@
 """Counting silent tokens, and what is done about dead neurons."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from twell_jax import training
 from twell_jax.nn import Partitioning
 from twell_jax.training import dead_neurons
+from twell_jax.training.state import with_tracking
 
 LAYERS, D_FF, D_MODEL = 2, 24, 16
 TOKENS = 48  # of a batch of the corpus
@@ -56,16 +58,15 @@ def problem():
   )
   stacked = rng.random((3, 40)) < 0.5
   stacked[1] = False
-  dead = {"stacked": {"gate": jnp.asarray(stacked)}}
-  dead["gate"] = jnp.asarray(rng.random(40) < 0.5)
+  dead = {
+    "stacked": {"gate": jnp.asarray(stacked)},
+    "gate": jnp.asarray(rng.random(40) < 0.5),
+  }
   return params, gradients, dead
 
 
-def updated(problem, *, mixing, seed=0, std=0.5):
-  """Parameters after an update of Adam and the re-initialisation, and moments.
-
-  With mixing 0 it is Adam's alone.
-  """
+@functools.partial(jax.jit, static_argnames=("mixing", "std"))
+def _updated(problem, seed, *, mixing, std):
   params, gradients, dead = problem
   optimizer = optax.adam(0.1)
   if mixing:
@@ -81,7 +82,15 @@ def updated(problem, *, mixing, seed=0, std=0.5):
       dead=dead,
       key=jax.random.key(seed),
     )
-  return jax.device_get((optax.apply_updates(params, updates), state))
+  return optax.apply_updates(params, updates), state
+
+
+def updated(problem, *, mixing, seed=0):
+  """Parameters after an update of Adam and the re-initialisation, and moments.
+
+  With mixing 0 it is Adam's alone.
+  """
+  return jax.device_get(_updated(problem, seed, mixing=mixing, std=0.5))
 
 
 def test_rows_are_mixed_with_new_ones(problem):
@@ -93,22 +102,21 @@ def test_rows_are_mixed_with_new_ones(problem):
     assert jax.tree.all(
       jax.tree.map(lambda a, b: np.any(a != b), plain[name], params[name])
     )
-  np.testing.assert_array_equal(mixed["bias"], plain["bias"])
+  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+  close(mixed["bias"], plain["bias"])
   matrices = (
     (plain["gate"], drawn["gate"], mixed["gate"], dead["gate"]),
     tuple(tree["stacked"]["gate"] for tree in (plain, drawn, mixed, dead)),
   )
   for before, new, after, rows in matrices:
     rows = np.asarray(rows)
-    np.testing.assert_array_equal(after[~rows], before[~rows])
-    np.testing.assert_allclose(
-      after[rows], 0.9 * before[rows] + 0.1 * new[rows], atol=1e-6
-    )
+    close(after[~rows], before[~rows])
+    close(after[rows], 0.9 * before[rows] + 0.1 * new[rows])
     # Of some thousand numbers.
     assert new[rows].std() == pytest.approx(0.5, rel=0.1)
     assert new[rows].mean() == pytest.approx(0, abs=0.05)
   # Adam's state is what it would have been.
-  jax.tree.map(np.testing.assert_array_equal, mixed_moments[0], moments)
+  jax.tree.map(close, mixed_moments[0], moments)
 
 
 def test_no_two_rows_and_no_two_keys_draw_the_same(problem):
@@ -162,7 +170,10 @@ def test_params_are_needed(problem):
 
 
 class Run:
-  """Steps of plain SGD of a model of whose neurons the first half is dead."""
+  """Steps of a model of whose neurons the first half is dead.
+
+  The learning rate is 0, so that nothing but re-initialisation moves a row.
+  """
 
   def __init__(self, config, corpus, *, options, axes=None, accumulation=1):
     axes = axes or {"data": 1}
@@ -170,11 +181,11 @@ class Run:
     self.model = training.abstract_model(
       config, Partitioning(training.make_mesh(**axes, devices=devices))
     )
-    optimizer = optax.sgd(0.1)
+    optimizer = optax.sgd(0.0)
     self.step = training.make_train_step(
       self.model,
       optimizer,
-      learning_rate=optax.constant_schedule(0.1),
+      learning_rate=optax.constant_schedule(0.0),
       l1_coefficient=optax.constant_schedule(0.0),
       accumulation_steps=accumulation,
       dead_neurons=options,
@@ -187,12 +198,17 @@ class Run:
     )
     # A row of zeros is active nowhere, and has no gradient.
     params["layers"]["ffn"]["gate"][:, : D_FF // 2] = 0
-    zeros = jax.tree.map(
-      lambda a: np.zeros(a.shape, a.dtype), abstract._replace(rng=())
+    state = with_tracking(
+      {
+        "step": jnp.int32(0),
+        "params": params,
+        "opt_state": optimizer.init(params),
+        "rng": jax.random.key(7),
+      },
+      abstract,
     )
     self.state = jax.device_put(
-      zeros._replace(params=params, rng=jax.random.key(7)),
-      jax.tree.map(lambda leaf: leaf.sharding, abstract),
+      state, jax.tree.map(lambda leaf: leaf.sharding, abstract)
     )
 
   def advance(self):
@@ -210,7 +226,7 @@ def woken(config, corpus):
   return run, [run.advance(), run.advance()]
 
 
-def test_the_dead_are_reinitialised_when_due(woken, config, corpus):
+def test_the_dead_are_reinitialised_when_due(woken):
   run, [(first_gate, first), (gate, second)] = woken
   assert first.dead.tolist() == first.reinitialized.tolist() == [0, 0]
   np.testing.assert_array_equal(first_gate[:, : D_FF // 2], 0)
@@ -221,15 +237,10 @@ def test_the_dead_are_reinitialised_when_due(woken, config, corpus):
   assert set(np.unique(silent)) <= {0, TOKENS, 2 * TOKENS}
   np.testing.assert_array_equal((silent == 2 * TOKENS).sum(1), second.dead)
   assert 0.08 < gate[:, : D_FF // 2].std() / 0.02 < 0.12  # ℓ 0.1, σ 0.02
-
-  plain = Run(config, corpus, options=None)
-  plain.advance()
-  plain_gate, statistics = plain.advance()
-  assert statistics.reinitialized.tolist() == [0, 0]
-  assert statistics.dead.tolist() == [0, 0]  # of 2²⁰ tokens
-  np.testing.assert_allclose(statistics.loss, second.loss, rtol=1e-6)
   living = silent < 2 * TOKENS
-  np.testing.assert_allclose(gate[living], plain_gate[living], atol=1e-6)
+  assert living.any(axis=1).all()
+  np.testing.assert_array_equal(gate[living], first_gate[living])
+  assert (gate[~living] != first_gate[~living]).all()
 
 
 def test_what_woke_is_counted_and_left_alone(woken):
@@ -245,6 +256,20 @@ def test_what_woke_is_counted_and_left_alone(woken):
   )
   summary = training.summarize(before)
   np.testing.assert_array_equal(summary.reinitialized, before.reinitialized)
+
+
+def test_each_step_draws_its_own_numbers(woken):
+  run, [_, (gate, _)] = woken
+  state = jax.tree.map(lambda a: a.copy(), run.state)
+  # As if they had never been woken.
+  ffn = run.state.params["layers"]["ffn"]
+  ffn["gate"] = ffn["gate"].at[:, : D_FF // 2].set(0)
+  run.advance()
+  later, _ = run.advance()
+  run.state = state
+  first, second = gate[:, : D_FF // 2], later[:, : D_FF // 2]
+  assert (second != 0).all()
+  assert (np.abs(first - second) > 1e-7).mean() > 0.99
 
 
 def test_a_mesh_changes_no_number(woken, config, corpus):
@@ -265,7 +290,7 @@ def test_a_mesh_changes_no_number(woken, config, corpus):
   np.testing.assert_array_equal(
     split.state.silent_tokens, run.state.silent_tokens
   )
-  np.testing.assert_allclose(split_gate, gate, atol=1e-6)
+  np.testing.assert_allclose(split_gate, gate, rtol=1e-6)
 
 
 def test_a_model_without_dead_neurons(config, single_mesh, tmp_path):

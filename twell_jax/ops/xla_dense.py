@@ -5,10 +5,12 @@
               matrices' gradients, which are added up over the chunks
 
 XLA reserves the memory of both branches of a `lax.cond`. If this one held all
-tokens' u, h and cotangents at once, nothing were saved where the other one is
-taken. A chunk's products are as fast as those of all tokens, and adding up the
+tokens' u, h and cotangents at once, taking the other one would save nothing. A
+chunk's products are as fast as those of all tokens, and adding up the
 gradients, 36 bytes a weight and chunk, is nothing beside its 22 operations a
-weight and token; a call of one chunk is computed without a loop.
+weight and token; a call of one chunk is computed without a loop. At (2048,
+5632) in float32, chunks of 256 to 4096 tokens took the same CPU time within
+10 %, 1024 the least.
 
 The backward pass makes z again from x, in sums of perhaps another order, and
 then with the signs that the forward pass found, a bit each: a neuron whose z is
