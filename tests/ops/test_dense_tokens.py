@@ -115,3 +115,21 @@ def test_what_is_kept_is_what_is_read(gated, rng):
   gradients = backward(case, wanted, silent)
   assert not np.any(gradients.gate)
   assert not np.any(gradients.x[wanted])
+
+
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan])
+def test_unused_slots_of_a_block_are_silent(bad, rng):
+  """Also where a gate is not finite, and 0 · ∞ = NaN."""
+  case, wanted = case_of(rng, gated=True), wanted_tokens(rng, 1)
+  case.x[:, 0] = 1
+  case.gate[3, 0] = bad
+  with np.errstate(invalid="ignore"):
+    fired = ~(case.x[wanted] @ case.gate.T <= 0)[0]
+  sums = forward(case, wanted, 2)
+  np.testing.assert_array_equal(sums.fired, fired)
+  assert not np.any(sums.rows.p[1])
+  if bad == -np.inf:
+    assert np.isfinite(sums.l1)
+    gradients = backward(case, wanted, sums.rows)
+    for name in ("gate", "up", "down"):
+      assert np.isfinite(getattr(gradients, name)).all()

@@ -168,9 +168,7 @@ def test_the_switch(hot_neurons, rng):
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(
-  ("share", "expected_tokens"), [(0, 65), (1, 0), (1.5, 0)]
-)
+@pytest.mark.parametrize(("share", "expected_tokens"), [(0, 65), (1, 0)])
 def test_always_and_never_dense(share, expected_tokens, rng):
   op = compiled(dense_above=share)
   for activity in ("nothing", "everything", "one token"):
@@ -210,3 +208,18 @@ def test_the_dense_backward_keeps_the_signs(rng):
     np.testing.assert_array_equal(
       getattr(after, name)[2:], getattr(before, name)[2:]
     )
+
+
+@pytest.mark.parametrize("hot_neurons", [0, 7])
+@pytest.mark.parametrize("dense_above", [0.0, 1.0])
+def test_one_token_and_an_infinite_gate(hot_neurons, dense_above, rng):
+  """The row that pads a single 16-bit token adds no 0 · ∞."""
+  x, gate, up, down = (
+    rng.normal(size=(rows, 6)).astype(jnp.bfloat16) for rows in (1, 20, 20, 20)
+  )
+  x[:, 0], gate[3, 0] = 1, -np.inf
+  choices = {"hot_neurons": hot_neurons, "dense_above": dense_above}
+  y, activity = sparse_ffn(x, gate, up, down, implementation="xla", **choices)
+  assert activity.fired[3] == 0
+  assert np.isfinite(activity.l1)
+  assert np.isfinite(y.astype(jnp.float32)).all()

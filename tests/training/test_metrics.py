@@ -103,3 +103,19 @@ def test_neurons_that_fire_often(hot_neurons, shards, hot):
   # A layer without activations has none that are hot.
   share = fired[0, list(hot)].sum() / fired[0].sum()
   np.testing.assert_allclose(summary.hot_share, [share, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_tokens_count_once_whatever_the_slices_of_neurons(shards):
+  """The op counts them in each slice."""
+  scalar = jnp.float32(0)
+  dense_tokens = jnp.array([200 * shards, 0], jnp.int32)
+  statistics = StepStatistics(
+    **dict.fromkeys(StepStatistics._fields, scalar)
+    | {"overflowed": dense_tokens, "dense_tokens": dense_tokens}
+    | {"fired": jnp.zeros((2, 8), jnp.int32)}
+    | {"active": jnp.zeros((4, 2, 5, 10), jnp.int32)}
+  )
+  summary = summarize(statistics, shards=shards)
+  np.testing.assert_array_equal(summary.dense_fraction, [1, 0])
+  np.testing.assert_array_equal(summary.overflowed, [200, 0])

@@ -205,3 +205,11 @@ def to_floats(
   # Without the barrier LLVM folds the bitcasts at both ends of a fusion, and
   # what is between them works on floats again.
   return lax.bitcast_convert_type(lax.optimization_barrier(bits), dtype)
+
+
+def chosen_entries(
+  chosen: Bool[Array, "#*shape"], values: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+  """The chosen values, bit for bit, and +0 elsewhere."""
+  bits = to_bits(values)
+  return to_floats(jnp.where(chosen, bits, jnp.zeros_like(bits)), values.dtype)

@@ -40,7 +40,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
-from twell_jax.formats.bits import is_active, to_bits, to_floats
+from twell_jax.formats.bits import (
+  chosen_entries,
+  is_active,
+  to_bits,
+  to_floats,
+)
 from twell_jax.formats.ell import EllMatrix
 from twell_jax.formats.twell import TwellMatrix
 
@@ -267,7 +272,7 @@ class HybridMatrix:
     counts = jnp.sum(active, axis=1, dtype=jnp.int32)
     return cls(
       ell=dataclasses.replace(ell, counts=rows.put(ell.counts, counts)),
-      dense=_where(active, values),
+      dense=chosen_entries(active, values),
       rows=rows,
     )
 
@@ -308,15 +313,7 @@ class HybridMatrix:
 
 def active_entries(z: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """The active entries of z, bit for bit, and +0 elsewhere."""
-  return _where(is_active(z), z)
-
-
-def _where(
-  chosen: Bool[Array, "*shape"], values: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-  """The chosen values, bit for bit, and +0 elsewhere."""
-  bits = to_bits(values)
-  return to_floats(jnp.where(chosen, bits, jnp.zeros_like(bits)), values.dtype)
+  return chosen_entries(is_active(z), z)
 
 
 def _by_bits(move: Callable[..., Array], *arrays: Array) -> Array:

@@ -65,7 +65,8 @@ class TransformerConfig:
       a choice of speed (see `twell_jax.ops.sparse_ffn`). On a mesh, divisible
       by the size of its tensor axis.
     ell_width: For implementation "mosaic", active neurons of a token that are
-      packed; None is 1/32 of the neurons, at least 128. Like the next two, a
+      packed; None is 1/32 of the neurons, rounded up to a
+      multiple of 128. Like the next two, a
       choice of speed and memory (`twell_jax.formats.capacities` makes the first
       two from measured activity).
     dense_rows: Of the tokens with more, how many a device keeps for the
@@ -114,6 +115,11 @@ class TransformerConfig:
       "cross_entropy_chunk",
     ):
       _check_positive(name, getattr(self, name))
+    if type(self.cross_entropy_chunk) is not int:
+      raise ValueError(
+        f"cross_entropy_chunk = {self.cross_entropy_chunk!r} must be an int: it"
+        " is a number of tokens"
+      )
     if self.head_dim is not None:
       _check_positive("head_dim", self.head_dim)
     elif self.d_model % self.num_heads:
@@ -240,6 +246,8 @@ def check_choices(choices: Choices, *, d_ff: int, activation: str) -> None:
       if value != Choices._field_defaults[name]
     }
     name, value = next(iter(changed.items()))
+    if name == "capacities":
+      name = "capacities (ell_width)"
     raise ValueError(
       f"{name} = {value} is a choice for sparse ReLU layers and activation ="
       f" {activation!r} is dense: leave {name} unset or choose activation ="

@@ -4,7 +4,6 @@ They are static, a part of the compiled program, and handed to an implementation
 as one. What an implementation has no use for it ignores.
 """
 
-import math
 from typing import NamedTuple
 
 from twell_jax.formats import Capacities
@@ -36,11 +35,16 @@ class Choices(NamedTuple):
         " part of the program, not data"
       )
     if self.capacities is not None:
+      if not isinstance(self.capacities, tuple) or len(self.capacities) != 2:
+        raise ValueError(
+          f"capacities = {self.capacities!r} must be a pair of ints: give"
+          " formats.Capacities(width, dense_rows)"
+        )
       width, dense_rows = self.capacities
       if not _is_int(width) or width < 1:
         raise ValueError(
-          f"capacities.width = {width!r} must be an int of at least 1: the"
-          " entries of a token that are packed"
+          f"capacities.width (ell_width) = {width!r} must be an int of at least"
+          " 1: the entries of a token that are packed"
         )
       if not _is_int(dense_rows) or dense_rows < 0:
         raise ValueError(
@@ -48,12 +52,13 @@ class Choices(NamedTuple):
           " 0: the tokens with more entries that are kept"
         )
     share = self.dense_above
-    if share is not None and not (
-      isinstance(share, float | int) and 0 <= share < math.inf
-    ):
+    if share is None:
+      return
+    is_number = isinstance(share, float | int) and not isinstance(share, bool)
+    if not is_number or not 0 <= share <= 1:
       raise ValueError(
-        f"dense_above = {share!r} must be a share of the neurons from 0, always"
-        " dense, to 1, never"
+        f"dense_above = {share!r} must be a Python float: a share of the"
+        " neurons from 0, always dense, to 1, never"
       )
 
 

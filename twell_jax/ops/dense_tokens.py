@@ -23,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from twell_jax.formats import RowMap
-from twell_jax.formats.bits import is_active
+from twell_jax.formats.bits import chosen_entries, is_active
 from twell_jax.formats.hybrid import active_entries
 from twell_jax.ops import dense_part, reference
 from twell_jax.ops.outputs import Gradients
@@ -86,7 +86,7 @@ def forward(
 
   def block(rows: RowMap, place: Int32[Array, "slots"], sums: Sums) -> Sums:
     x_rows = rows.take(x)
-    z = reference.per_neuron(x_rows, gate)
+    z = _gate_values(rows, x_rows, gate)
     part = dense_part.forward(x_rows, z, up, down)
     y = part.y if added is None else part.y + added(rows)
     active = is_active(z).astype(jnp.int32)
@@ -142,7 +142,7 @@ def backward(
     x_rows, dy_rows = rows_of_block.take(x), rows_of_block.take(dy)
 
     def again() -> tuple[Array, Array | None]:
-      z = reference.per_neuron(x_rows, gate)
+      z = _gate_values(rows_of_block, x_rows, gate)
       return z, None if up is None else reference.per_neuron(x_rows, up)
 
     def read(rows: DenseRows) -> tuple[Array, Array | None]:
@@ -163,6 +163,16 @@ def backward(
     return sums.add_matrices(part)._replace(x=dx)
 
   return _in_blocks(wanted, block, gradients)
+
+
+def _gate_values(
+  rows: RowMap,
+  x_rows: Float[Array, "slots d_model"],
+  gate: Float[Array, "d_ff d_model"],
+) -> Float[Array, "slots d_ff"]:
+  """z, and 0 in unused slots, also where a gate is not finite: 0 · ∞ = NaN."""
+  z = reference.per_neuron(x_rows, gate)
+  return chosen_entries(rows.used[:, None], z)
 
 
 def _in_blocks[Carry](

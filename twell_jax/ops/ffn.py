@@ -75,8 +75,8 @@ def sparse_ffn(
       how many of the tokens with more are kept for the backward pass; the rest
       is computed again. A choice of speed and memory, not of result, that
       `formats.capacities` makes from measured activity. By default 1/32 of the
-      neurons, at least 128, and no tokens. Larger than there are neurons and
-      tokens is as many as there are.
+      neurons, rounded up to a multiple of 128, and no tokens. What is larger
+      than the numbers of neurons and tokens is as many as there are.
     dense_above: Share of the neurons that is active, in the mean over tokens,
       above which the call is computed by dense products throughout: decided on
       device, counted in `Activity.dense_tokens`, a choice of speed. None is

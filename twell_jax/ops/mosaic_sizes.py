@@ -28,11 +28,12 @@ class Sizes(NamedTuple):
 def default_ell_width(d_ff: int) -> int:
   """Active neurons of a token up to which its entries are packed.
 
-  1/32 of the neurons, at least 128. Gathering breaks even with dense products
-  at about 1/100 (`dense_above`), so a token beyond this width is better
-  computed densely; it is as wide as it is because dense tokens come in blocks.
+  1/32 of the neurons, rounded up to a multiple of 128. Gathering breaks even
+  with dense products at about 1/100 (`dense_above`), so a token beyond this
+  width is better computed densely; it is as wide as it is because dense tokens
+  come in blocks.
   """
-  return min(d_ff, max(128, -(-d_ff // 32 // 128) * 128))
+  return min(d_ff, -(-d_ff // 32 // 128) * 128)
 
 
 def dense_above(tokens: int) -> float:
@@ -75,10 +76,11 @@ def choose_sizes(
     default_ell_width(cold), 0
   )
   width, dense_rows = min(width, cold), min(dense_rows, tokens)
-  if tokens * width >= 2**31:
+  # The entries are numbered twice over when their pattern is transposed.
+  if tokens * width >= 2**30:
     raise ValueError(
-      f"{tokens} tokens × {width} slots must be below 2^31, the range of the"
-      " work list: call the layer on fewer tokens at once"
+      f"{tokens} tokens × {width} slots must be below 2^30, the range of the"
+      " work lists: call the layer on fewer tokens at once"
     )
   share = choices.dense_above
   share = dense_above(tokens) if share is None else share

@@ -157,8 +157,9 @@ def _forward(
 ) -> Forward:
   tokens, hot_neurons = x.shape[0], choices.hot_neurons
   x_rows = _pad_gemv(x)
-  z_rows = reference.per_neuron(x_rows, gate)
-  z = z_rows[:tokens]
+  z = reference.per_neuron(x_rows, gate)[:tokens]
+  # Silent in the row of padding, also where a gate is not finite: 0 · ∞ = NaN.
+  z_rows = _pad_gemv(z)
   words = pack(is_active(z))
   pattern = _cold_pattern(words, hot_neurons)
   sizes = _sizes(x, gate.shape[0] - hot_neurons, choices)

@@ -45,7 +45,8 @@ class StepSummary(NamedTuple):
     dead_fraction: Neurons silent during the window of tokens that ends with the
       step (`DeadNeuronOptions`), per layer; 0 until there were as many.
     reinitialized: Neurons that the step re-initialised, per layer.
-    overflowed: Tokens beyond a format's capacity, per layer.
+    overflowed: Tokens beyond a format's capacity, per layer; where the neurons
+      are split over devices, the mean of these. So is the next.
     frequent_neurons: Neurons active on more than `FREQUENT_RATE` of the step's
       tokens, per layer: about as many as pay as hot neurons on a GPU
       (`twell_jax.choose_hot_neurons` says it for any device).
@@ -111,14 +112,14 @@ def summarize(
     alive_fraction=jnp.mean((fired > 0).astype(jnp.float32), axis=1),
     dead_fraction=statistics.dead.astype(jnp.float32) / d_ff,
     reinitialized=statistics.reinitialized.astype(jnp.float32),
-    overflowed=statistics.overflowed.astype(jnp.float32),
+    overflowed=statistics.overflowed.astype(jnp.float32) / shards,
     frequent_neurons=jnp.sum(
       (fired > FREQUENT_RATE * active.shape[1]).astype(jnp.float32), axis=1
     ),
     hot_share=jnp.sum(hot, axis=(1, 2))
     / jnp.maximum(jnp.sum(fired, axis=1), 1.0),
     dense_fraction=statistics.dense_tokens.astype(jnp.float32)
-    / active.shape[1],
+    / (shards * active.shape[1]),
   )
 
 
