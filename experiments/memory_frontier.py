@@ -238,8 +238,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], *, name: str) -> str:
     f" run. {TOKENS_PER_DEVICE:,} tokens per device in sequences of"
     f" {SEQ_LEN:,}, bfloat16 computation with float32 parameters, AdamW, FSDP"
     " over the devices, cuDNN's attention, on both sides. `silu` is the dense"
-    " baseline by autodiff, `silu_recompute` and `reference` are its rivals (see"
-    " experiments/memory_report.py), and which of them divides matters: where"
+    " baseline by autodiff, `silu_recompute` and `reference` are its rivals"
+    " (see experiments/memory_report.py). Which of them divides matters: where"
     " nothing is rematerialised, autodiff of the SiLU layer keeps six arrays of"
     " a number for each token and neuron (with SiLU's own intermediates), while"
     " `reference` keeps two, as a policy makes `silu` do.",
