@@ -26,6 +26,7 @@ ONLY = (
 )
 
 
+@pytest.mark.slow
 def test_a_dry_run(environment, tmp_path):
   output = tmp_path / "result.json"
   process = programs.run(

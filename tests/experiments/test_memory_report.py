@@ -177,6 +177,7 @@ def test_what_a_dense_ffn_keeps(changes, arrays_per_token):
   assert kept == arrays_per_token * 1024 * 512 * 2
 
 
+@pytest.mark.slow
 def test_a_step_compiled_for_two_devices():
   h200_mesh_with_cudnn(data=1)
   dense, sparse = (

@@ -5,11 +5,12 @@ list. Tokens that do not fit are computed here instead, from x, exactly, a block
 at a time: in the memory of one block, decided on device.
 
     wanted tokens, in order   ▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇▇
-    blocks                    │   2048    │   2048    │512│512│
+    blocks, forward           │512│512│512│512│512│512│512│512│
+            backward          │   2048    │   2048    │512│512│
 
-Most calls have none or a few, for which a small block costs little; where all
-tokens come this way, as in the first steps of training, large blocks keep the
-tensor cores busy and write the weights' gradients less often.
+Most calls have none or a few, for which a small block costs little. Where all
+tokens come this way, as in the first steps of training, the backward pass takes
+large blocks first, to add up the weights' gradients less often.
 
 The forward pass may keep z and u of the first of these tokens, the dense rows
 of a hybrid matrix; the backward pass then makes them again for the others only.
@@ -28,6 +29,7 @@ from twell_jax.formats.hybrid import active_entries
 from twell_jax.ops import dense_part, reference
 from twell_jax.ops.outputs import Gradients
 
+# Sizes of blocks; those of the forward pass are of the last one.
 BLOCKS = (2048, 512)
 
 
@@ -105,7 +107,7 @@ def forward(
       rows=kept,
     )
 
-  return _in_blocks(wanted, block, sums)
+  return _in_blocks(wanted, block, sums, sizes=BLOCKS[-1:])
 
 
 def backward(
@@ -162,7 +164,7 @@ def backward(
     dx = rows_of_block.put(sums.x, part.x)
     return sums.add_matrices(part)._replace(x=dx)
 
-  return _in_blocks(wanted, block, gradients)
+  return _in_blocks(wanted, block, gradients, sizes=BLOCKS)
 
 
 def _gate_values(
@@ -179,6 +181,8 @@ def _in_blocks[Carry](
   wanted: Bool[Array, "tokens"],
   block: Callable[[RowMap, Int32[Array, "slots"], Carry], Carry],
   carry: Carry,
+  *,
+  sizes: tuple[int, ...],
 ) -> Carry:
   """Takes `block` through the wanted tokens: no step where there are none.
 
@@ -187,15 +191,16 @@ def _in_blocks[Carry](
     block: Given some tokens, their places among the wanted ones (also those of
       unused slots), and the carry.
     carry: What it starts with.
+    sizes: Of blocks, each used while so many tokens are left.
   """
   tokens = wanted.shape[0]
   num_wanted = jnp.sum(wanted, dtype=jnp.int32)
   done = jnp.int32(0)
-  sizes = sorted({min(size, tokens) for size in BLOCKS}, reverse=True)
-  for size in sizes:
+  possible = sorted({min(size, tokens) for size in sizes}, reverse=True)
+  for size in possible:
     # The last blocks are of the smallest size, and may have unused slots.
     left = num_wanted - done
-    steps = left // size if size > sizes[-1] else -(-left // size)
+    steps = left // size if size > possible[-1] else -(-left // size)
 
     def step(i, carry, *, size=size, start=done):
       first = start + i * size
