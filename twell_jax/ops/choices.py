@@ -43,8 +43,8 @@ class Choices(NamedTuple):
       width, dense_rows = self.capacities
       if not _is_int(width) or width < 1:
         raise ValueError(
-          f"capacities.width (ell_width) = {width!r} must be an int of at least"
-          " 1: the entries of a token that are packed"
+          f"capacities.width = {width!r} must be an int of at least 1: the"
+          " entries of a token that are packed (ell_width of a config)"
         )
       if not _is_int(dense_rows) or dense_rows < 0:
         raise ValueError(
