@@ -40,7 +40,7 @@ def is_active(values):
   return (wide > 0) | np.isnan(wide)
 
 
-def check(matrix, dense, *, width, dense_rows, lost=None):
+def assert_packed(matrix, dense, *, width, dense_rows, lost=None):
   """The format by its definition, one token at a time.
 
   Args:
@@ -94,7 +94,7 @@ def check(matrix, dense, *, width, dense_rows, lost=None):
 
 def check_pack(dense, *, width, dense_rows):
   matrix = pack(jnp.asarray(dense), width=width, dense_rows=dense_rows)
-  check(matrix, dense, width=width, dense_rows=dense_rows)
+  assert_packed(matrix, dense, width=width, dense_rows=dense_rows)
   return matrix
 
 
@@ -210,7 +210,7 @@ def test_docstring_example():
   assert matrix.rows.tokens.tolist() == [1]
   assert matrix.overflow.tolist() == [False, False, False, True]
   assert matrix.dense.tolist() == [[1, 2, 3, 4, 0, 9]]
-  check(matrix, EXAMPLE, width=3, dense_rows=1)
+  assert_packed(matrix, EXAMPLE, width=3, dense_rows=1)
 
 
 def test_docstring_sizes():
@@ -246,7 +246,7 @@ def test_from_twell_makes_up_for_overflowed_tiles(seed, share, dense_rows):
   hybrid = by_tiles(jnp.asarray(dense), dense_rows=dense_rows)
   tiles = np.pad(dense > 0, ((0, 0), (0, 14))).reshape(6, 4, 16).sum(axis=2)
   lost = (tiles > 3).any(axis=1)
-  check(hybrid, dense, width=8, dense_rows=dense_rows, lost=lost)
+  assert_packed(hybrid, dense, width=8, dense_rows=dense_rows, lost=lost)
 
 
 def test_from_twell_by_a_product_of_the_chosen_tokens():
@@ -306,7 +306,7 @@ def test_no_dense_rows_compute_nothing():
     raise AssertionError("called")
 
   hybrid = HybridMatrix.from_ell(example_ell(), gate_rows, dense_rows=0)
-  check(hybrid, EXAMPLE, width=3, dense_rows=0)
+  assert_packed(hybrid, EXAMPLE, width=3, dense_rows=0)
 
 
 def test_scan_stacks_and_carries_matrices():

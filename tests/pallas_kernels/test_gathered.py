@@ -121,7 +121,7 @@ def expect(case, *, matrices, with_y0):
   return Expected(y, bound, h)
 
 
-def check(case, *, matrices, config, with_y0, spare=0):
+def assert_exact(case, *, matrices, config, with_y0, spare=0):
   options = {"matrices": matrices, "with_y0": with_y0}
   with kernels.no_races():
     y, l1, work = jax.block_until_ready(
@@ -158,7 +158,7 @@ def test_counts_around_a_step(matrices, rows_per_step, length, with_y0):
   around = [max(0, rows_per_step - 1), rows_per_step, rows_per_step + 1]
   case = make_case([0, 1, *around, WIDTH], 256)
   config = GatherConfig(rows_per_step=rows_per_step, segment_length=length)
-  check(case, matrices=matrices, config=config, with_y0=with_y0, spare=2)
+  assert_exact(case, matrices=matrices, config=config, with_y0=with_y0, spare=2)
 
 
 @BOTH
@@ -167,7 +167,7 @@ def test_widths(matrices, k):
   # A chunk of two words a thread, three of one, two of four.
   case = make_case([5, 0, 9], k)
   config = GatherConfig(rows_per_step=4, segment_length=6)
-  check(case, matrices=matrices, config=config, with_y0=True, spare=1)
+  assert_exact(case, matrices=matrices, config=config, with_y0=True, spare=1)
 
 
 @BOTH
@@ -175,7 +175,7 @@ def test_widths(matrices, k):
 def test_one_token(matrices, count):
   case = make_case([count], 256)
   config = GatherConfig(rows_per_step=4, segment_length=1)
-  check(case, matrices=matrices, config=config, with_y0=False, spare=1)
+  assert_exact(case, matrices=matrices, config=config, with_y0=False, spare=1)
 
 
 @BOTH
@@ -190,7 +190,9 @@ def test_many_parts_are_added_in_order(matrices):
     x=jnp.ones_like(case.x), up=ones, down=down, values=values
   )
   config = GatherConfig(rows_per_step=1, segment_length=1)
-  y = check(case, matrices=matrices, config=config, with_y0=False, spare=0)
+  y = assert_exact(
+    case, matrices=matrices, config=config, with_y0=False, spare=0
+  )
   # In order, every small part is lost beside 1, and 1 + 2⁻⁸ is a tie that goes
   # to 1; together first, they would make it 1 + 2⁻⁷.
   np.testing.assert_array_equal(np.asarray(y, np.float32), 1.0)
@@ -215,7 +217,7 @@ def test_y0_is_rounded_with_the_sum(matrices, length, y0, first):
     values=values,
   )
   config = GatherConfig(rows_per_step=4, segment_length=length)
-  y = check(case, matrices=matrices, config=config, with_y0=True)
+  y = assert_exact(case, matrices=matrices, config=config, with_y0=True)
   np.testing.assert_array_equal(np.asarray(y, np.float32), 258)
 
 
@@ -262,10 +264,10 @@ def test_the_context_interprets():
 
   with plgpu.force_gpu_interpret_mode(kernels.interpret_params()):
     y = in_context(case)
-  same_numbers(y, run(case, matrices=1, config=config, with_y0=False)[0])
+  assert_same_numbers(y, run(case, matrices=1, config=config, with_y0=False)[0])
 
 
-def same_numbers(first, second):
+def assert_same_numbers(first, second):
   np.testing.assert_array_equal(
     np.asarray(first, np.float32), np.asarray(second, np.float32)
   )
@@ -292,13 +294,13 @@ def test_scan():
   def step(carry, case):
     return carry, run(case, **SPLIT)[0]
 
-  same_numbers(jax.lax.scan(step, 0, stack)[1], jnp.stack(expected))
+  assert_same_numbers(jax.lax.scan(step, 0, stack)[1], jnp.stack(expected))
 
 
 def test_vmap():
   stack, expected = stacked_cases()
   y = jax.vmap(lambda case: run(case, **SPLIT)[0])(stack)
-  same_numbers(y, jnp.stack(expected))
+  assert_same_numbers(y, jnp.stack(expected))
 
 
 def test_shard_map():
@@ -314,7 +316,7 @@ def test_shard_map():
   sharded = jax.shard_map(
     one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
   )
-  same_numbers(jax.jit(sharded)(stack), jnp.stack(expected))
+  assert_same_numbers(jax.jit(sharded)(stack), jnp.stack(expected))
 
 
 # Errors.
