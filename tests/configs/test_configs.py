@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import pathlib
 import pkgutil
 import sys
@@ -14,6 +15,7 @@ from flax import nnx
 from ml_collections import ConfigDict, config_flags
 
 import configs
+from configs import paper
 from experiments import train
 from twell_jax import nn, training
 from twell_jax.formats import Capacities
@@ -21,6 +23,20 @@ from twell_jax.ops.choices import Choices
 
 FOLDER = pathlib.Path(configs.__path__[0])
 NAMES = sorted(module.name for module in pkgutil.iter_modules([str(FOLDER)]))
+
+# Published, of the gated models.
+PAPER_PARAMETERS = {
+  "0p5b": 511_739_904,
+  "1b": 1_025_583_104,
+  "1p5b": 1_539_426_304,
+  "2b": 2_053_269_504,
+}
+PAPER_VARIANTS = [
+  ",".join(words)
+  for words in itertools.product(
+    PAPER_PARAMETERS, ["gated", "non_gated"], ["sparse", "dense", "silu"]
+  )
+]
 
 
 @pytest.fixture(params=NAMES)
@@ -39,19 +55,32 @@ def leaves(config, prefix=""):
   return found
 
 
+def paper_variant(variant):
+  """The config of a variant, its defaults named too."""
+  words = [w for w in variant.split(",") if w not in ("gated", "sparse")]
+  return paper.get_config(",".join(words))
+
+
+def parameters_of(config):
+  model_config = train.model_config(config)
+  return nn.num_parameters(
+    nnx.eval_shape(lambda: nn.TransformerLM(model_config, rngs=nnx.Rngs(0)))
+  )
+
+
 def build(config):
   return train.model_config(config), train.train_options(config)
 
 
 def test_there_are_configs():
-  assert "quickstart" in NAMES
+  assert {"base", "cpu_12m", "paper", "quickstart"} <= set(NAMES)
 
 
 def test_each_builds(module):
   config = module.get_config()
   model_config, options = build(config)
-  device = jax.devices()[:1]
-  mesh = training.make_mesh(**config.mesh, devices=device)
+  config.mesh.update(data=-1, fsdp=1, tensor=1)
+  mesh = training.make_mesh(**config.mesh, devices=jax.devices()[:1])
   training.check_batch_size(
     config.data.batch_size,
     mesh=mesh,
@@ -59,13 +88,10 @@ def test_each_builds(module):
   )
   assert options.l1.start_step + options.l1.warmup_steps <= options.steps
   training.learning_rate_schedule(options.optimizer, steps=options.steps)
-  model = nnx.eval_shape(
-    lambda: nn.TransformerLM(model_config, rngs=nnx.Rngs(0))
-  )
   matrices = 3 if model_config.gated else 2
   ffn = matrices * model_config.d_ff * model_config.d_model
   floor = model_config.num_layers * ffn
-  assert floor < nn.num_parameters(model) < 20 * floor
+  assert floor < parameters_of(config) < 20 * floor
 
 
 def test_flags_reach_every_field_of_the_model(module):
@@ -128,3 +154,62 @@ def test_a_field_that_nothing_reads_is_refused(module, section):
   config[section]["superfluous"] = 1
   with pytest.raises(TypeError, match="superfluous"):
     build(config)
+
+
+@pytest.mark.parametrize("variant", PAPER_VARIANTS)
+def test_paper_variant_builds(variant):
+  config = paper_variant(variant)
+  model_config, options = build(config)
+  size, gate, kind = variant.split(",")
+  assert model_config == nn.paper_config(
+    size,
+    gated=gate == "gated",
+    activation="silu" if kind == "silu" else "relu",
+    implementation={"sparse": "mosaic", "dense": "reference"}.get(kind),
+    remat="attention",
+    attention="cudnn",
+    cross_entropy="chunked",
+  )
+  assert (options.l1.coefficient > 0) == (kind == "sparse")
+  assert config.data.batch_size * config.data.seq_len == 2**20
+  micro_batch = config.data.batch_size // config.accumulation_steps
+  assert micro_batch * config.data.seq_len == 8 * 16_384
+  published = PAPER_PARAMETERS[size]
+  parameters = parameters_of(config)
+  if gate == "gated":
+    assert parameters == published
+  else:
+    # 2 · 8192 rows of a layer instead of 3 · 5632.
+    rows = 2 * 8192 - 3 * 5632
+    assert parameters - published == rows * 2048 * model_config.num_layers
+
+
+def test_paper_uses_the_published_coefficient():
+  options = train.train_options(paper.get_config("1b"))
+  assert options.l1.coefficient == pytest.approx(
+    training.coefficient_from_published(
+      2e-5, accumulation_steps=8, world_size=8
+    )
+  )
+
+
+def test_paper_reinitializes_if_asked():
+  def every(variant):
+    return paper.get_config(variant).dead_neurons.reinitialize_every_steps
+
+  assert (every("2b"), every("2b,reinit")) == (0, 1)
+
+
+@pytest.mark.parametrize(
+  ("variant", "message"),
+  [
+    ("", "begins with no size"),
+    ("3b", "begins with no size"),
+    ("2b,sparse", "'sparse' in '2b,sparse' is unknown"),
+    ("2b,dense,silu", "two baselines"),
+    ("2b,silu,reinit", "leave out the baseline"),
+  ],
+)
+def test_paper_refuses(variant, message):
+  with pytest.raises(ValueError, match=message):
+    paper.get_config(variant)
