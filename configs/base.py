@@ -18,7 +18,7 @@ def get_config() -> ConfigDict:
   config.model.vocab_size = 49_152  # must be the tokenizer's
   config.model.d_model = 2048  # width of the residual stream
   config.model.d_ff = 5632  # neurons of a feed-forward layer
-  config.model.num_layers = 8
+  config.model.num_layers = 8  # each attention and feed-forward
   config.model.num_heads = 32  # query heads
   config.model.num_kv_heads = 32  # key and value heads, which query heads share
   config.model.head_dim = 0  # width of a head; 0 is d_model / num_heads
@@ -26,10 +26,10 @@ def get_config() -> ConfigDict:
   config.model.gated = True  # with an up projection
   config.model.tie_embeddings = True  # output matrix = input embedding
   config.model.rope_theta = 100_000.0  # base of the rotary positions
-  config.model.norm_eps = 1e-5
+  config.model.norm_eps = 1e-5  # added to the mean square
   config.model.init_std = 0.02  # of every matrix
   config.model.dtype = "bfloat16"  # of the computation
-  config.model.param_dtype = "float32"
+  config.model.param_dtype = "float32"  # of the parameters and the moments
   # What going back computes again: "none", "matmuls" (all but products with
   # weights), "attention" (its products too), "layer" (everything)
   config.model.remat = "none"
@@ -39,9 +39,8 @@ def get_config() -> ConfigDict:
   config.model.cross_entropy_chunk = 2048  # tokens of a device with logits
   config.model.implementation = ""  # of the sparse layer; "" is the platform's
   config.model.hot_neurons = 0  # first ones of a layer, computed for all tokens
-  config.model.ell_width = (
-    0  # active neurons of a token "mosaic" packs; 0: auto
-  )
+  # Active neurons of a token that "mosaic" packs; 0 is the implementation's
+  config.model.ell_width = 0
   config.model.dense_rows = 0  # tokens with more that a device keeps
   config.model.dense_above = -1.0  # active share for dense products; −1: auto
 
@@ -60,11 +59,11 @@ def get_config() -> ConfigDict:
   config.optimizer = ConfigDict()
   config.optimizer.learning_rate = 1e-3  # peak; cosine to 0
   config.optimizer.warmup_steps = 600  # from 0
-  config.optimizer.b1 = 0.9
-  config.optimizer.b2 = 0.95
-  config.optimizer.eps = 1e-8
+  config.optimizer.b1 = 0.9  # decay of the first moment
+  config.optimizer.b2 = 0.95  # decay of the second moment
+  config.optimizer.eps = 1e-8  # added to its root
   config.optimizer.weight_decay = 0.1  # of matrices, not of norms
-  config.optimizer.clip_norm = 1.0
+  config.optimizer.clip_norm = 1.0  # largest norm of a gradient
 
   config.l1 = ConfigDict()
   config.l1.coefficient = 1.28e-3  # λ of mean-over-layers l1; 0 trains the twin
@@ -86,16 +85,16 @@ def get_config() -> ConfigDict:
 
   config.mesh = ConfigDict()
   config.mesh.data = -1  # −1: the devices that the other axes leave
-  config.mesh.fsdp = 1
+  config.mesh.fsdp = 1  # slices of the parameters, each gathered when used
   config.mesh.tensor = 1  # slices of neurons and heads
 
   # Steps between sortings of the neurons by how often they fire; 0 is never
   config.reorder_neurons_every_steps = 0
-  config.log_every_steps = 10
+  config.log_every_steps = 10  # between records of metrics.jsonl
   config.eval = ConfigDict()
-  config.eval.every_steps = 500
+  config.eval.every_steps = 500  # between evaluations on held-out text
   config.eval.batches = 0  # of held-out text; 0 is all
   config.checkpoint = ConfigDict()
-  config.checkpoint.every_steps = 500
+  config.checkpoint.every_steps = 500  # each is evaluated, too
   config.checkpoint.keep = 2  # the latest ones, besides the best
   return config

@@ -76,6 +76,14 @@ def test_there_are_configs():
   assert {"base", "cpu_12m", "paper", "quickstart"} <= set(NAMES)
 
 
+def test_every_field_is_explained():
+  previous = ""
+  for line in (FOLDER / "base.py").read_text(encoding="utf-8").splitlines():
+    if line.startswith("  config.") and "ConfigDict()" not in line:
+      assert "  # " in line or previous.startswith("  # "), line
+    previous = line
+
+
 def test_each_builds(module):
   config = module.get_config()
   model_config, options = build(config)
