@@ -35,9 +35,6 @@ counted. Nor is it counted what that layer saves otherwise: the axis says what
 memory costs, not how fast a step is.
 """
 
-import concurrent.futures
-import json
-import multiprocessing
 import pathlib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -47,7 +44,13 @@ from typing import Any, NamedTuple, get_args
 import jax
 from absl import flags
 
-from experiments import cli, environment, memory_plots, memory_report
+from experiments import (
+  cli,
+  compile_cases,
+  environment,
+  memory_plots,
+  memory_report,
+)
 from pallas_kernels import aot
 from twell_jax import nn
 from twell_jax.nn.config import REMAT_POLICIES, PaperSize
@@ -146,82 +149,31 @@ def measure(case: Case) -> dict[str, Any]:
   jax.config.update("jax_platforms", "cpu")
   aot.find_compiler()
   config = case.config()
-  memory = memory_report.measure(
+  step = memory_report.measure(
     config,
-    devices=case.devices,
+    mesh_shape=(1, case.devices, 1),
     tokens_per_device=TOKENS_PER_DEVICE,
     seq_len=SEQ_LEN,
   )
+  return {
+    **case._asdict(),
+    **step.memory._asdict(),
+    "extra_flops": round(extra_flops(config, seq_len=SEQ_LEN), 4),
+    **where_compiled(),
+  }
+
+
+def where_compiled() -> dict[str, Any]:
+  """`environment.describe`, with the compiler's packages."""
   where = environment.describe()
   for package in ("jax-cuda13-plugin", "nvidia-cudnn-cu13"):
     where["versions"][package] = metadata.version(package)
-  return {
-    **case._asdict(),
-    **memory._asdict(),
-    "extra_flops": round(extra_flops(config, seq_len=SEQ_LEN), 4),
-    **where,
-  }
+  return where
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
   """The case that a row of the results is of."""
-  return Case(*(row[name] for name in Case._fields))
-
-
-def _processes(workers: int) -> concurrent.futures.Executor:
-  """Each case in a new process: a compiler's crash or leak ends with it."""
-  return concurrent.futures.ProcessPoolExecutor(
-    workers,
-    mp_context=multiprocessing.get_context("spawn"),
-    max_tasks_per_child=1,
-  )
-
-
-def run(
-  cases: Sequence[Case], *, path: pathlib.Path, workers: int
-) -> list[dict[str, Any]]:
-  """Compiles the cases that are not in the file yet, and adds them to it.
-
-  Args:
-    cases: What to compile.
-    path: The JSON file of rows.
-    workers: How many to compile at a time.
-
-  Returns:
-    The rows of all cases, in their order.
-
-  Raises:
-    RuntimeError: Some could not be compiled; it is raised when all others are.
-  """
-  rows = {}
-  if path.exists():
-    found = json.loads(path.read_text(encoding="utf-8"))
-    rows = {case_of(row): row for row in found}
-  missing = [case for case in cases if case not in rows]
-  failed: list[tuple[Case, BaseException]] = []
-  with _processes(workers) as executor:
-    futures = {executor.submit(measure, case): case for case in missing}
-    try:
-      for done in concurrent.futures.as_completed(futures):
-        case = futures[done]
-        error = done.exception()
-        print(*case, "" if error is None else repr(error), flush=True)
-        if error is not None:
-          failed.append((case, error))
-          continue
-        rows[case] = done.result()
-        ordered = [rows[case] for case in cases if case in rows]
-        path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
-    except BaseException:
-      executor.shutdown(cancel_futures=True)
-      raise
-  if failed:
-    case, error = failed[0]
-    raise RuntimeError(
-      f"{len(failed)} of {len(missing)} steps did not compile, one of them"
-      f" {case}; the others are in {path}"
-    ) from error
-  return [rows[case] for case in cases]
+  return compile_cases.case_of(Case, row)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], *, name: str) -> str:
@@ -329,8 +281,9 @@ def main() -> int:
   """Compiles what is missing and writes the files."""
   output = pathlib.Path(flags.FLAGS.output)
   output.parent.mkdir(parents=True, exist_ok=True)
-  rows = run(
+  rows = compile_cases.run(
     all_cases(),
+    measure,
     path=output.with_suffix(".json"),
     workers=flags.FLAGS.workers,
   )

@@ -3,8 +3,8 @@
     python -m experiments.memory_report --size=1p5b --remat=attention
 
 Compiles the real step (model, optimizer, one micro-batch, bfloat16 computation
-with float32 parameters, FSDP over the devices) and prints what XLA's buffer
-assignment says of one device:
+with float32 parameters) for the devices of --mesh=DATAxFSDPxTENSOR and prints
+what XLA's buffer assignment says of one device:
 
     arguments     what the step is given and gives back in the same memory:
                   parameters, the optimizer's moments, the batch
@@ -26,6 +26,10 @@ The sparse side is --implementation. The dense side is --dense:
     reference       the ReLU layer, whose own backward pass needs only z and u
 
 Both have the same --remat, --attention and --cross_entropy.
+
+Then come the collectives of each side, by kind and mesh axes: how many run in a
+step, the bytes that a device sends for them (collectives.py), and whether the
+peak fits the GPUs in DEVICES.
 
 Only sizes are computed here, nothing is run, and nothing is said about time. It
 needs the CUDA compiler (`make setup-aot`), but no GPU; cuDNN's and cuBLAS'
@@ -50,7 +54,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from experiments import environment
+from experiments import collectives, environment
 from pallas_kernels import aot
 from twell_jax import nn, training
 from twell_jax.nn.config import ATTENTIONS, CROSS_ENTROPIES, REMAT_POLICIES
@@ -66,6 +70,11 @@ DENSE: Mapping[str, dict[str, Any]] = MappingProxyType(
     "reference": {"implementation": "reference"},
   }
 )
+# Bytes of a device's memory, by name, as sold.
+DEVICES = MappingProxyType({"H100, 80 GB": 80e9, "H200, 141 GB": 141e9})
+# The share of it that a step may take: XLA_PYTHON_CLIENT_MEM_FRACTION=0.9. What
+# remains is for CUDA, NCCL's buffers and the libraries' workspaces.
+USABLE = 0.9
 _GIBIBYTE = 2**30
 
 
@@ -92,19 +101,31 @@ class Memory(NamedTuple):
   ffn_residuals: int
 
 
+class Step(NamedTuple):
+  """What is known of a compiled training step.
+
+  Attributes:
+    memory: Of one device.
+    collectives: What a device runs, in order.
+  """
+
+  memory: Memory
+  collectives: list[collectives.Collective]
+
+
 def measure(
   config: nn.TransformerConfig,
   *,
-  devices: int,
+  mesh_shape: tuple[int, int, int],
   tokens_per_device: int,
   seq_len: int,
-) -> Memory:
-  """Compiles the training step of a model and reads its memory.
+) -> Step:
+  """Compiles the training step of a model; reads memory and collectives.
 
   Args:
     config: The model.
-    devices: H200s over which parameters and sequences are cut.
-    tokens_per_device: Of a step.
+    mesh_shape: H200s along data, fsdp and tensor.
+    tokens_per_device: Of a step. The devices along tensor have the same ones.
     seq_len: Tokens of a sequence.
 
   Raises:
@@ -112,7 +133,7 @@ def measure(
       a size that the devices do not divide, or the compiler is not installed.
   """
   for name, value in (
-    ("devices", devices),
+    *zip(MESH_AXES, mesh_shape, strict=True),
     ("tokens_per_device", tokens_per_device),
     ("seq_len", seq_len),
   ):
@@ -123,7 +144,7 @@ def measure(
       f"tokens_per_device = {tokens_per_device} is no multiple of seq_len ="
       f" {seq_len}: change one of them"
     )
-  mesh = aot.h200_mesh((1, devices, 1), MESH_AXES)
+  mesh = aot.h200_mesh(mesh_shape, MESH_AXES)
   model = training.abstract_model(config, nn.Partitioning(mesh))
   # The schedule's lengths are part of the program, but not of its memory.
   options = training.OptimizerOptions()
@@ -137,7 +158,8 @@ def measure(
   )
   state = training.abstract_state(model, optimizer)
   sequences = tokens_per_device // seq_len
-  shape = (devices * sequences, seq_len)
+  data, fsdp, _ = mesh_shape
+  shape = (data * fsdp * sequences, seq_len)
   sharding = batch_sharding(model.partitioning)
   batch = {
     name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
@@ -160,7 +182,7 @@ def measure(
   analysis = compiled.memory_analysis()
   assert analysis is not None  # XLA:GPU has one
   stacked = _stacked(slots, config.num_layers, (sequences, tokens_per_device))
-  return Memory(
+  memory = Memory(
     peak=analysis.peak_memory_in_bytes,
     parameters=_bytes_of_device(state.params),
     optimizer=_bytes_of_device(state.opt_state),
@@ -172,6 +194,9 @@ def measure(
     ffn_residuals=config.num_layers
     * _ffn_residuals(config, tokens_per_device, mesh),
   )
+  text = compiled.as_text()
+  assert text is not None  # XLA:GPU has one
+  return Step(memory, collectives.read(text, mesh=dict(mesh.shape)))
 
 
 class _Slot(NamedTuple):
@@ -242,12 +267,12 @@ def _bytes_of_device(tree: PyTree[jax.ShapeDtypeStruct]) -> int:
 def _ffn_residuals(
   config: nn.TransformerConfig, tokens: int, mesh: jax.sharding.Mesh
 ) -> int:
-  """Bytes that one FFN keeps for a device's tokens."""
+  """Bytes that a device keeps of one FFN, for its tokens and neurons."""
 
   def layer() -> nn.SparseFFN:
     return nn.SparseFFN(
       config.d_model,
-      config.d_ff,
+      config.d_ff // mesh.shape["tensor"],
       gated=config.gated,
       activation=config.activation,
       implementation=config.implementation,
@@ -305,6 +330,39 @@ def table(sides: dict[str, Memory]) -> list[str]:
   ]
 
 
+def fits(peak_bytes: int) -> dict[str, bool]:
+  """Whether a step with this peak runs on each of `DEVICES`."""
+  return {name: peak_bytes <= USABLE * size for name, size in DEVICES.items()}
+
+
+def _traffic(step: Step) -> list[str]:
+  """A line for each kind and axes, and one for the devices that it fits."""
+  runs: collections.Counter[tuple[str, str]] = collections.Counter()
+  for found in step.collectives:
+    runs[found.kind, "+".join(found.axes)] += found.runs or 0
+  lines = [
+    f"  {kind} over {axes}: {runs[kind, axes]} runs,"
+    f" {sent / _GIBIBYTE:.3f} GiB sent"
+    for (kind, axes), sent in collectives.total_bytes(step.collectives).items()
+  ]
+  fitting = [name for name, fit in fits(step.memory.peak).items() if fit]
+  return [
+    *(lines or ["  no collectives"]),
+    f"  fits: {'; '.join(fitting) or 'none'}",
+  ]
+
+
+def parse_mesh(text: str) -> tuple[int, int, int]:
+  """(data, fsdp, tensor) of a text such as "1x8x1"."""
+  sizes = text.split("x")
+  if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+    raise ValueError(
+      f"mesh {text!r} must be three numbers, DATAxFSDPxTENSOR, such as 1x8x1"
+    )
+  data, fsdp, tensor = map(int, sizes)
+  return data, fsdp, tensor
+
+
 def run(options: argparse.Namespace) -> int:
   """Compiles both sides and prints; returns the exit status."""
   overrides: dict[str, Any] = {
@@ -325,12 +383,15 @@ def run(options: argparse.Namespace) -> int:
     print(f"compiling {name}", file=sys.stderr, flush=True)
     sides[name] = measure(
       config,
-      devices=options.devices,
+      mesh_shape=parse_mesh(options.mesh),
       tokens_per_device=options.tokens_per_device,
       seq_len=options.seq_len,
     )
-  print("\n".join(table(sides)))
-  dense_memory, sparse_memory = sides.values()
+  memories = {name: step.memory for name, step in sides.items()}
+  print("\n".join(table(memories)))
+  for name, step in sides.items():
+    print("\n".join([name, *_traffic(step)]))
+  dense_memory, sparse_memory = memories.values()
   compiler = "jax-cuda13-plugin"
   where = environment.describe()
   where["versions"][compiler] = metadata.version(compiler)
@@ -353,7 +414,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     "memory_report", description=__doc__.splitlines()[0], allow_abbrev=False
   )
   parser.add_argument("--size", choices=tuple(nn.PAPER_SIZES), required=True)
-  parser.add_argument("--devices", type=int, default=8)
+  parser.add_argument(
+    "--mesh", default="1x8x1", help="Devices, as DATAxFSDPxTENSOR."
+  )
   parser.add_argument("--tokens_per_device", type=int, default=16384)
   parser.add_argument("--seq_len", type=int, default=2048)
   parser.add_argument("--remat", choices=REMAT_POLICIES, default="none")

@@ -4,7 +4,7 @@ import json
 import pytest
 from absl import flags
 
-from experiments import memory_frontier, memory_plots
+from experiments import compile_cases, memory_frontier, memory_plots
 from experiments.memory_frontier import Case
 from twell_jax.nn import TransformerConfig
 
@@ -45,7 +45,7 @@ def compiled(monkeypatch):
 
   monkeypatch.setattr(memory_frontier, "measure", measure)
   monkeypatch.setattr(
-    memory_frontier, "_processes", concurrent.futures.ThreadPoolExecutor
+    compile_cases, "_processes", concurrent.futures.ThreadPoolExecutor
   )
   return cases
 
@@ -106,17 +106,15 @@ def test_flops_of_shared_heads_without_gate():
 def test_goes_on_where_it_was(compiled, tmp_path):
   path = tmp_path / "rows.json"
   cases = memory_frontier.all_cases()[:5]
-  memory_frontier.run(cases[1:3], path=path, workers=2)
+  compile_cases.run(cases[1:3], memory_frontier.measure, path=path, workers=2)
   assert sorted(compiled) == sorted(cases[1:3])
   compiled.clear()
-  rows = memory_frontier.run(cases, path=path, workers=1)
+  rows = compile_cases.run(cases, memory_frontier.measure, path=path, workers=1)
   assert compiled == [cases[0], *cases[3:]]
   assert rows == json.loads(path.read_text()) == [row(case) for case in cases]
 
 
-def test_the_others_are_compiled_when_a_step_fails(
-  compiled, monkeypatch, tmp_path
-):
+def test_the_others_are_compiled_when_a_step_fails(compiled, tmp_path):
   path = tmp_path / "rows.json"
   first, second, third = memory_frontier.all_cases()[:3]
 
@@ -125,9 +123,10 @@ def test_the_others_are_compiled_when_a_step_fails(
       raise MemoryError(case)
     return row(case)
 
-  monkeypatch.setattr(memory_frontier, "measure", fails_at_the_second)
   with pytest.raises(RuntimeError, match="1 of 3 steps did not") as error:
-    memory_frontier.run([first, second, third], path=path, workers=2)
+    compile_cases.run(
+      [first, second, third], fails_at_the_second, path=path, workers=2
+    )
   assert str(second) in str(error.value)
   assert json.loads(path.read_text()) == [row(first), row(third)]
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from experiments import memory_report
+from experiments import collectives, memory_report
 from pallas_kernels import aot
 from tests.helpers.kernels import h200_mesh_with_cudnn
 from twell_jax.nn import TransformerConfig
@@ -22,6 +22,11 @@ DENSE = memory_report.Memory(
   ffn_residuals=2 * GIBIBYTE,
 )
 SPARSE = DENSE._replace(peak=3 * GIBIBYTE, ffn_residuals=0)
+COLLECTIVES = [
+  collectives.Collective(
+    "all-gather", ("bf16[512,1024,1024]",), ("fsdp",), 4, 2, GIBIBYTE
+  )
+]
 
 
 @pytest.fixture
@@ -31,7 +36,8 @@ def configs(monkeypatch):
 
   def measure(config, **options):
     measured.append((config, options))
-    return DENSE if len(measured) == 1 else SPARSE
+    memory = DENSE if len(measured) == 1 else SPARSE
+    return memory_report.Step(memory, COLLECTIVES)
 
   monkeypatch.setattr(memory_report, "measure", measure)
   monkeypatch.setattr(memory_report.aot, "find_compiler", lambda: None)
@@ -44,14 +50,19 @@ def test_report(configs, capsys):
   status = memory_report.main(
     [
       *("--size=1p5b", "--remat=attention", "--cross_entropy_chunk=512"),
-      *("--layers=3", "--devices=4", "--tokens_per_device=4096"),
+      *("--layers=3", "--mesh=1x4x1", "--tokens_per_device=4096"),
     ]
   )
   assert status == 0
   *lines, last = capsys.readouterr().out.splitlines()
   assert re.fullmatch(r"peak +8\.00 +3\.00", lines[1])
   assert re.fullmatch(r"  residuals +3\.00 +3\.00", lines[5])
-  assert re.fullmatch(r"FFN residuals +2\.00 +0\.00", lines[-1])
+  assert re.fullmatch(r"FFN residuals +2\.00 +0\.00", lines[7])
+  traffic = [
+    "  all-gather over fsdp: 2 runs, 1.500 GiB sent",
+    "  fits: H100, 80 GB; H200, 141 GB",
+  ]
+  assert lines[8:] == ["dense (silu)", *traffic, "sparse (mosaic)", *traffic]
   figures = json.loads(last)
   assert figures["dense_peak_bytes"] == 8 * GIBIBYTE
   assert figures["sparse_peak_bytes"] == 3 * GIBIBYTE
@@ -61,7 +72,11 @@ def test_report(configs, capsys):
   assert {"date", "versions", "revision", "device"} <= set(figures)
   (dense, options), (sparse, same_options) = configs
   assert options == same_options
-  assert options == {"devices": 4, "tokens_per_device": 4096, "seq_len": 2048}
+  assert options == {
+    "mesh_shape": (1, 4, 1),
+    "tokens_per_device": 4096,
+    "seq_len": 2048,
+  }
   for config in (dense, sparse):
     assert (config.d_model, config.num_layers) == (2048, 3)
     assert (config.dtype, config.param_dtype) == ("bfloat16", "float32")
@@ -172,7 +187,7 @@ def tiny(**changes):
   ],
 )
 def test_what_a_dense_ffn_keeps(changes, arrays_per_token):
-  mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+  mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,))
   kept = memory_report._ffn_residuals(tiny(**changes), 1024, mesh)
   assert kept == arrays_per_token * 1024 * 512 * 2
 
@@ -182,8 +197,11 @@ def test_a_step_compiled_for_two_devices():
   h200_mesh_with_cudnn(data=1)
   dense, sparse = (
     memory_report.measure(
-      tiny(implementation=name), devices=2, tokens_per_device=4096, seq_len=64
-    )
+      tiny(implementation=name),
+      mesh_shape=(1, 2, 1),
+      tokens_per_device=4096,
+      seq_len=64,
+    ).memory
     for name in ("reference", "mosaic")
   )
   # In float32, half of each matrix on either device; norms are on both.
@@ -221,7 +239,8 @@ def test_a_step_compiled_for_two_devices():
     ),
     (["--size=1b", "--layers=0"], "error: num_layers = 0 must be positive"),
     (["--size=1b", "--cross_entropy_chunk=0"], "cross_entropy_chunk = 0"),
-    (["--size=1b", "--devices=0"], "error: devices = 0 must be at least 1"),
+    (["--size=1b", "--mesh=1x0x1"], "error: fsdp = 0 must be at least 1"),
+    (["--size=1b", "--mesh=8"], "error: mesh '8' must be three numbers"),
     (["--size=1b", "--seq_len=0"], "error: seq_len = 0 must be at least 1"),
   ],
 )
@@ -240,3 +259,12 @@ def test_without_the_compiler(monkeypatch, capsys, tmp_path):
     memory_report.main(["--size=1b"])
   assert caught.value.code == 2
   assert "make setup-aot" in capsys.readouterr().err
+
+
+def test_what_fits():
+  assert memory_report.fits(72_000_000_000) == {
+    "H100, 80 GB": True,
+    "H200, 141 GB": True,
+  }
+  assert list(memory_report.fits(72_000_000_001).values()) == [False, True]
+  assert list(memory_report.fits(126_900_000_001).values()) == [False, False]

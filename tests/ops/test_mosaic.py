@@ -33,8 +33,8 @@ from twell_jax.ops.mosaic_sizes import default_ell_width
   ("gated", "hot_share", "capacities"),
   [
     (True, 0.0, None),
-    (False, 0.0, Capacities(8, 1)),
-    (True, 0.4, Capacities(30, 6)),
+    pytest.param(False, 0.0, Capacities(8, 1), marks=pytest.mark.slow),
+    pytest.param(True, 0.4, Capacities(30, 6), marks=pytest.mark.slow),
     (False, 0.4, Capacities(1, 0)),
   ],
 )
@@ -189,7 +189,9 @@ def test_a_non_finite_token(bad, hot_neurons, rng):
     assert not (gated and np.isfinite(y[4]).any())
 
 
-@pytest.mark.parametrize("hot_neurons", [0, 40])
+@pytest.mark.parametrize(
+  "hot_neurons", [0, pytest.param(40, marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("whole_rows")
 def test_the_switch_to_dense_products(hot_neurons, rng):
   """At the activity up to which rows are gathered, and just above it."""
@@ -230,7 +232,12 @@ def test_two_calls_give_the_same_bits(rng):
 
 @pytest.mark.parametrize(
   ("shape", "hot_neurons"),
-  [((4, 1), 0), ((1, 4), 0), ((2, 2), 0), ((2, 2), 40)],
+  [
+    pytest.param((4, 1), 0, marks=pytest.mark.slow),
+    pytest.param((1, 4), 0, marks=pytest.mark.slow),
+    ((2, 2), 0),
+    ((2, 2), 40),
+  ],
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_on_a_mesh(shape, hot_neurons, rng):
