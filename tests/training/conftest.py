@@ -1,5 +1,6 @@
 """A run small enough to train in a test."""
 
+import dataclasses
 import types
 
 import grain
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.training.runs import OPTIONS
 from twell_jax import training
 from twell_jax.nn import TransformerConfig
 
@@ -74,3 +76,38 @@ def corpus():
     .to_iter_dataset(grain.ReadOptions(num_threads=0))
   )
   return types.SimpleNamespace(batches=batches, held_out=held_out)
+
+
+@pytest.fixture(scope="session")
+def batch():
+  rng = np.random.default_rng(0)
+  shape = (8, 6)
+  kept = rng.random(shape) > 0.3
+  return {
+    "inputs": rng.integers(0, 12, shape).astype(np.int32),
+    "targets": rng.integers(0, 12, shape).astype(np.int32),
+    # Unequal between sequences, so that a mean of means is another number.
+    "weights": (rng.random(shape) * kept).astype(np.float32),
+  }
+
+
+@pytest.fixture
+def run(tmp_path, config, corpus, single_mesh):
+  """Trains the tiny model in a folder of the test's own, by its name."""
+
+  def start(name, *, batches=None, **changes):
+    options = {
+      field.name: changes.pop(field.name)
+      for field in dataclasses.fields(OPTIONS)
+      if field.name in changes
+    }
+    arguments = {"held_out": corpus.held_out, "mesh": single_mesh} | changes
+    return training.train(
+      arguments.pop("config", config),
+      dataclasses.replace(OPTIONS, **options),
+      batches=corpus.batches() if batches is None else batches,
+      workdir=tmp_path / name,
+      **arguments,
+    )
+
+  return start
