@@ -46,10 +46,19 @@ def get_config() -> ConfigDict:
 
   config.data = ConfigDict()
   # "python" (sources and documentation of the running interpreter), a path or
-  # glob of text, "tfds:NAME", or a URL such as hf://datasets/ORG/NAME/*.parquet
+  # glob of text, "tfds:NAME", a URL such as hf://datasets/ORG/NAME/*.parquet, or
+  # "tokens:DIR", which experiments.tokenize_corpus made
   config.data.corpus = "python"
   config.data.text_field = "text"  # of .jsonl, .parquet and TFDS rows
-  config.data.tokenizer = ""  # a tokenizer.json; "" trains one on the corpus
+  # A tokenizer.json or its URL, such as hf://ORG/NAME/tokenizer.json; "" trains
+  # one on the corpus
+  config.data.tokenizer = ""
+  # "array" copies the text and keeps all ids in one file; "shards" makes a file
+  # of ids for each file of text, for corpora of any size
+  config.data.store = "array"
+  # Documents in a sequence: "joined" as published, or "separate", where tokens
+  # see their own document only and positions begin anew in each
+  config.data.documents = "joined"
   config.data.seq_len = 2048  # tokens of a sequence
   config.data.batch_size = 512  # sequences of an update, over all devices
   config.data.held_out_fraction = 0.001  # of documents, never trained on
@@ -90,6 +99,13 @@ def get_config() -> ConfigDict:
 
   # Steps between sortings of the neurons by how often they fire; 0 is never
   config.reorder_neurons_every_steps = 0
+  # What a NaN or infinite loss or gradient does: "stop" the run, or "skip" that
+  # update
+  config.non_finite = "stop"
+  config.max_skipped_in_a_row = 10  # so many stop the run after all
+  # Several processes end if none of their steps, evaluations and checkpoints
+  # was finished for so long: one of them hangs
+  config.stall_timeout_s = 1800.0
   config.log_every_steps = 10  # between records of metrics.jsonl
   config.eval = ConfigDict()
   config.eval.every_steps = 500  # between evaluations on held-out text

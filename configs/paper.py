@@ -57,8 +57,9 @@ def get_config(variant: str = "1p5b") -> ConfigDict:
     corpus=(
       "hf://datasets/HuggingFaceTB/smollm-corpus/fineweb-edu-dedup/*.parquet"
     ),
-    # End of text, id 0, follows every document; windows join documents.
+    # End of text, id 0, follows every document; sequences join documents.
     tokenizer="hf://HuggingFaceTB/SmolLM2-360M/tokenizer.json",
+    store="shards",
   )
   config.model.update(
     remat="attention",

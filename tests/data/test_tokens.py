@@ -82,9 +82,8 @@ def test_windows_without_positions():
 def test_split_on_disk(tmp_path, tokenizer):
   directory = tmp_path / "split"
   split = tokens_lib.tokenize_split(TEXTS, tokenizer, directory=directory)
-  assert isinstance(split.tokens, np.memmap)
   assert split.tokens.dtype == np.uint16
-  assert split.tokens.tolist() == flat_ids(TEXTS, tokenizer)
+  assert split.tokens[:].tolist() == flat_ids(TEXTS, tokenizer)
   assert split.num_documents == len(TEXTS)
   assert split.num_bytes == sum(len(text.encode()) for text in TEXTS)
   assert split.bytes_per_token == split.num_bytes / len(split.tokens)
@@ -102,7 +101,7 @@ def test_large_vocabulary_takes_wider_ids(tmp_path, tokenizer, monkeypatch):
       TEXTS, tokenizer, directory=tmp_path / str(size)
     )
     assert split.tokens.dtype == dtype
-    assert split.tokens.tolist() == flat_ids(TEXTS, tokenizer)
+    assert split.tokens[:].tolist() == flat_ids(TEXTS, tokenizer)
 
 
 @pytest.mark.parametrize("characters", [1, 7, 100, 1000])
@@ -113,7 +112,7 @@ def test_small_batches_and_long_documents_give_the_same_ids(
   split = tokens_lib.tokenize_split(
     TEXTS, tokenizer, directory=tmp_path / "split"
   )
-  assert split.tokens.tolist() == flat_ids(TEXTS, tokenizer)
+  assert split.tokens[:].tolist() == flat_ids(TEXTS, tokenizer)
   assert split.num_documents == len(TEXTS)
   assert split.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
@@ -148,3 +147,46 @@ def test_interruption_leaves_nothing(tmp_path, tokenizer):
   assert list((tmp_path / "tokens").iterdir()) == []
   split = tokens_lib.tokenize_split(TEXTS, tokenizer, directory=directory)
   assert split.num_documents == len(TEXTS)
+
+
+def separate(ids, seq_len):
+  windows = tokens_lib.TokenWindows(
+    np.array(ids, np.uint16), seq_len=seq_len, pad_id=0, documents="separate"
+  )
+  return [windows[i] for i in range(len(windows))]
+
+
+def test_separate_documents():
+  first, second = separate([5, 6, 0, 7, 8, 0, 0, 9], seq_len=5)
+  assert first["inputs"].tolist() == [5, 6, 0, 7, 8]
+  assert first["segment_ids"].tolist() == [0, 0, 0, 1, 1]
+  assert first["positions"].tolist() == [0, 1, 2, 0, 1]
+  # The end of a text is predicted, and predicts nothing.
+  assert first["weights"].tolist() == [1, 1, 0, 1, 1]
+  # Another empty document, and padding behind it.
+  assert second["inputs"].tolist() == [0, 0, 0, 0, 0]
+  assert second["segment_ids"].tolist() == [0, 1, 2, 3, 4]
+  assert second["weights"].tolist() == [0] * 5
+  assert {first[name].dtype for name in ("segment_ids", "positions")} == {
+    np.dtype(np.int32)
+  }
+
+
+@hypothesis.given(
+  ids=st.lists(st.integers(0, 2), min_size=2, max_size=40),
+  seq_len=st.integers(1, 12),
+)
+def test_separate_documents_begin_behind_ends(ids, seq_len):
+  for window in separate(ids, seq_len):
+    segment, position = 0, 0
+    for i in range(seq_len):
+      assert window["segment_ids"][i] == segment
+      assert window["positions"][i] == position
+      ends = window["inputs"][i] == 0
+      assert not (ends and window["weights"][i])
+      segment, position = (segment + 1, 0) if ends else (segment, position + 1)
+
+
+def test_joined_documents_have_no_segments():
+  windows = tokens_lib.TokenWindows(np.arange(9), seq_len=2, pad_id=0)
+  assert set(windows[0]) == {"inputs", "targets", "weights"}

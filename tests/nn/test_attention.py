@@ -1,3 +1,6 @@
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -81,8 +84,8 @@ def test_rotation_pairs_the_two_halves():
   np.testing.assert_allclose(turned, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_cudnn_holds_no_scores(devices):
+@pytest.mark.parametrize(("devices", "segments"), [(1, 1), (2, 1), (2, 3)])
+def test_cudnn_holds_no_scores(devices, segments):
   mesh = h200_mesh_with_cudnn(data=1, fsdp=devices, tensor=devices)
   partitioning = None if devices == 1 else Partitioning(mesh)
   # Cut in another way than they are used.
@@ -93,8 +96,14 @@ def test_cudnn_holds_no_scores(devices):
       (2, 512, heads, 64), jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec)
     )
 
+  segment_ids = None
+  if segments > 1:
+    segment_ids = jnp.broadcast_to(jnp.arange(512) * segments // 512, (2, 512))
+
   def loss(query, key, value):
-    mixed = cudnn_attention(query, key, value, partitioning=partitioning)
+    mixed = cudnn_attention(
+      query, key, value, segment_ids=segment_ids, partitioning=partitioning
+    )
     assert mixed.shape == (2, 512, 4, 64)
     return jnp.sum(mixed.astype(jnp.float32) ** 2)
 
@@ -104,9 +113,16 @@ def test_cudnn_holds_no_scores(devices):
   ).executable
   text = compiled.as_text()
   assert text is not None  # XLA:GPU has one
-  assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 1
-  assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 1
-  assert "512,512]" not in text
+  form = "ScaleBiasSoftmax" if segments > 1 else "Softmax"
+  assert text.count(f'custom_call_target="__cudnn$fmha{form}"') == 1
+  assert text.count(f'custom_call_target="__cudnn$fmha{form}Backward"') == 1
+  # With segments a number for each pair, which all heads share.
+  scores = {
+    math.prod(int(size) for size in sizes.split(","))
+    for sizes in re.findall(r"\[([\d,]+512,512)\]", text)
+  }
+  assert not scores or segments > 1
+  assert max(scores, default=0) <= 2 * 512 * 512
   for gradient, heads in zip(compiled.out_info, (4, 2, 2), strict=True):
     assert gradient.shape == (2, 512, heads, 64)
     assert gradient.dtype == jnp.bfloat16
@@ -114,7 +130,11 @@ def test_cudnn_holds_no_scores(devices):
 
 def test_each_device_attends_with_its_heads(monkeypatch):
   """The kernel replaced by its definition, which runs without a GPU."""
-  monkeypatch.setattr(attention, "_cudnn", causal_attention)
+  monkeypatch.setattr(
+    attention,
+    "_cudnn",
+    lambda *arrays: causal_attention(*arrays[:3], segment_ids=arrays[3]),
+  )
   monkeypatch.setattr(attention, "_check_platform", lambda *_: None)
   partitioning = Partitioning(make_mesh(data=1, fsdp=2, tensor=2))
   keys = jax.random.split(jax.random.key(0), 3)
@@ -122,13 +142,14 @@ def test_each_device_attends_with_its_heads(monkeypatch):
     jax.random.normal(k, (2, 5, heads, 8), jnp.bfloat16)
     for k, heads in zip(keys, (4, 2, 2), strict=True)
   )
-  mixed = jax.jit(cudnn_attention, static_argnames="partitioning")(
-    query, key, value, partitioning=partitioning
-  )
-  np.testing.assert_array_equal(
-    mixed.astype(jnp.float32),
-    causal_attention(query, key, value).astype(jnp.float32),
-  )
+  for segment_ids in (None, jnp.array([[0, 0, 1, 1, 1], [0, 1, 1, 2, 2]])):
+    mixed = jax.jit(cudnn_attention, static_argnames="partitioning")(
+      query, key, value, segment_ids=segment_ids, partitioning=partitioning
+    )
+    expected = causal_attention(query, key, value, segment_ids=segment_ids)
+    np.testing.assert_array_equal(
+      mixed.astype(jnp.float32), expected.astype(jnp.float32)
+    )
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,33 @@ def test_the_future_does_not_matter():
   assert np.all(np.abs(before[:, 5:] - after[:, 5:]).max(-1) > 1e-4)
 
 
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_separate_documents_do_not_see_each_other(remat):
+  """In one sequence each has the logits it has alone."""
+  model = build(tiny(remat=remat))
+  lengths = (4, 1, 7)
+  whole = tokens(sum(lengths))
+  segment_ids = jnp.repeat(jnp.arange(3), jnp.array(lengths))[None]
+  positions = jnp.concatenate([jnp.arange(length) for length in lengths])[None]
+  segment_ids = jnp.broadcast_to(segment_ids, whole.shape)
+
+  @nnx.jit
+  def packed(model, tokens):
+    return model(tokens, positions=positions, segment_ids=segment_ids).logits
+
+  logits = packed(model, whole)
+  start = 0
+  for length in lengths:
+    alone = run(model, whole[:, start : start + length]).logits
+    np.testing.assert_allclose(
+      logits[:, start : start + length], alone, rtol=1e-4, atol=1e-5
+    )
+    start += length
+  joined = run(model, whole).logits
+  assert np.abs(joined - logits)[:, 4:].max() > 1e-2
+  np.testing.assert_allclose(joined[:, :4], logits[:, :4], rtol=1e-4, atol=1e-5)
+
+
 LAYERS: dict[str, dict[str, Any]] = {
   "reference": {},
   # It would choose dense products for so small a model.

@@ -7,6 +7,7 @@ the neurons must not depend on it, for every implementation of the layer.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,7 +33,7 @@ MESHES = {
   "2x1x2": (2, 1, 2),
 }
 # Each with what the others have not.
-LAYERS = {
+LAYERS: dict[str, dict[str, Any]] = {
   "reference": {"gated": False, "tie_embeddings": False},
   "xla": {"cross_entropy": "chunked", "cross_entropy_chunk": 5},
 }

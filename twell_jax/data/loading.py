@@ -4,14 +4,19 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import grain
 from absl import logging
 
 from twell_jax.data import corpus as corpus_lib
-from twell_jax.data import pipeline
+from twell_jax.data import pipeline, shards
 from twell_jax.data import tokenizer as tokenizer_lib
 from twell_jax.data import tokens as tokens_lib
+
+Store = Literal["array", "shards"]
+# What the location of token shards begins with.
+TOKENS = "tokens:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +61,8 @@ def load_data(
   batch_size: int,
   held_out_fraction: float = 0.05,
   max_documents: int = 0,
+  store: Store = "array",
+  documents: tokens_lib.Joining = "joined",
   seed: int = 0,
   cache_dir: str | os.PathLike[str],
   shard_index: int = 0,
@@ -64,14 +71,21 @@ def load_data(
   """Prepares, tokenises and batches a corpus, reusing what is cached.
 
   Args:
-    corpus: what to read; see `corpus.prepare_corpus`.
+    corpus: what to read; see `corpus.prepare_corpus`. "tokens:DIRECTORY" are
+      token shards made before (`shards.make_shards`), with their tokenizer.
     text_field: the field of records that holds the text.
-    tokenizer: a tokenizer.json; "" trains one on the train split.
+    tokenizer: a tokenizer.json, or a URL of one; "" trains one on the train
+      split.
     vocab_size: the number of ids. A tokenizer.json must have exactly as many.
     seq_len: positions per sequence.
     batch_size: sequences per batch, over all shards.
     held_out_fraction: the expected part of documents to hold out.
     max_documents: how many documents to use; 0 uses all.
+    store: "array" copies the text and keeps all ids in one file; "shards" reads
+      the text once, into a file of ids for each of its own (see `shards`), and
+      needs a tokenizer.
+    documents: whether those in a sequence are "joined" or "separate", which
+      adds segment_ids and positions to batches (see `tokens`).
     seed: decides the order of the batches.
     cache_dir: where prepared documents, tokenizers and ids are kept.
     shard_index: which shard (host) this is.
@@ -85,29 +99,178 @@ def load_data(
       message says which and what to do.
   """
   # Before anything is prepared, which takes time and leaves files.
-  shards = {
+  split_among = {
     "batch_size": batch_size,
     "shard_index": shard_index,
     "shard_count": shard_count,
   }
-  pipeline.check_shards(**shards)
+  pipeline.check_shards(**split_among)
   pipeline.check_seed(seed)
   tokens_lib.check_seq_len(seq_len)
-  if not tokenizer:
-    tokenizer_lib.check_vocab_size(vocab_size)
-  loaded = tokenizer_lib.load_tokenizer(tokenizer) if tokenizer else None
-  if loaded is not None and loaded.vocab_size != vocab_size:
+  tokens_lib.check_joining(documents)
+  if store not in get_args(Store):
     raise ValueError(
-      f"{vocab_size=} does not fit tokenizer={tokenizer!r}, which has"
-      f" {loaded.vocab_size} ids; set vocab_size={loaded.vocab_size}"
+      f"{store=} is unknown: choose one of {', '.join(get_args(Store))}"
     )
-  prepared = corpus_lib.prepare_corpus(
-    corpus,
+  source = _Source(corpus, text_field, held_out_fraction, max_documents)
+  if isinstance(corpus, str) and corpus.startswith(TOKENS):
+    splits = _open_shards(corpus.removeprefix(TOKENS), tokenizer)
+    _check_vocab_size(vocab_size, splits.tokenizer, corpus)
+  elif store == "shards":
+    splits = _make_shards(source, tokenizer, vocab_size, cache_dir=cache_dir)
+  else:
+    splits = _make_arrays(source, tokenizer, vocab_size, cache_dir=cache_dir)
+
+  def windows(split: Sequence[tokens_lib.TokenizedSplit]) -> pipeline.Windows:
+    each = [
+      tokens_lib.TokenWindows(
+        part.tokens,
+        seq_len=seq_len,
+        pad_id=splits.tokenizer.eos_id,
+        documents=documents,
+      )
+      for part in split
+    ]
+    return tokens_lib.JoinedWindows(each) if len(each) > 1 else each[0]
+
+  train_windows = windows(splits.train)
+  held_out_batches = None
+  num_held_out_batches = 0
+  if splits.held_out:
+    held_out_windows = windows(splits.held_out)
+    held_out_batches = pipeline.make_eval_pipeline(
+      held_out_windows, **split_among
+    )
+    num_held_out_batches = -(-len(held_out_windows) // batch_size)
+  num_held_out_tokens = _num_tokens(splits.held_out)
+  data = Data(
+    train=pipeline.make_train_pipeline(train_windows, seed=seed, **split_among),
+    held_out=held_out_batches,
+    tokenizer=splits.tokenizer,
+    num_train_tokens=_num_tokens(splits.train),
+    num_train_documents=_num_documents(splits.train),
+    num_train_windows=len(train_windows),
+    num_held_out_tokens=num_held_out_tokens,
+    num_held_out_documents=_num_documents(splits.held_out),
+    num_held_out_batches=num_held_out_batches,
+    held_out_bytes_per_token=(
+      sum(split.num_bytes for split in splits.held_out) / num_held_out_tokens
+      if splits.held_out
+      else None
+    ),
+  )
+  logging.info("%s", data)
+  return data
+
+
+def tokenize_corpus(
+  *,
+  corpus: str | Sequence[str],
+  tokenizer: str,
+  vocab_size: int,
+  text_field: str = "text",
+  held_out_fraction: float = 0.05,
+  cache_dir: str | os.PathLike[str],
+  workers: int = 1,
+  part: shards.Part | None = None,
+) -> pathlib.Path:
+  """Makes the token shards that `load_data` with store="shards" reads.
+
+  Args:
+    corpus: what to read; see `corpus.prepare_corpus`.
+    tokenizer: a tokenizer.json, or a URL of one.
+    vocab_size: the number of ids it must have.
+    text_field: the field of records that holds the text.
+    held_out_fraction: the expected part of documents to hold out.
+    cache_dir: where the shards are kept.
+    workers: processes that tokenise, each one source at a time.
+    part: which of the shards are made here; all if None.
+
+  Returns:
+    Their directory, which may be moved: "tokens:DIRECTORY" is a corpus.
+
+  Raises:
+    ValueError: an argument is out of range, or a source cannot be read.
+  """
+  loaded = _load_tokenizer(tokenizer, vocab_size)
+  if loaded is None:
+    raise ValueError(
+      "token shards need a tokenizer that is not trained on them: set"
+      " data.tokenizer to a tokenizer.json"
+    )
+  locations = [corpus] if isinstance(corpus, str) else list(corpus)
+  sources = corpus_lib.find_sources(locations)
+  directory = shards.shards_directory(
+    sources,
+    loaded,
     cache_dir=cache_dir,
     text_field=text_field,
     held_out_fraction=held_out_fraction,
-    max_documents=max_documents,
   )
+  shards.make_shards(
+    sources,
+    loaded,
+    directory=directory,
+    text_field=text_field,
+    held_out_fraction=held_out_fraction,
+    workers=workers,
+    part=part,
+  )
+  return directory
+
+
+class _Source(NamedTuple):
+  corpus: str | Sequence[str]
+  text_field: str
+  held_out_fraction: float
+  max_documents: int
+
+
+def _open_shards(directory: str, tokenizer: str) -> shards.Shards:
+  opened = shards.open_shards(directory)
+  if tokenizer:
+    given = tokenizer_lib.load_tokenizer(tokenizer)
+    if given.key != opened.tokenizer.key:
+      raise ValueError(
+        f"{tokenizer=} is not the one that the token shards in {directory} were"
+        " made with: leave it empty to use theirs"
+      )
+  return opened
+
+
+def _make_shards(
+  source: _Source,
+  tokenizer: str,
+  vocab_size: int,
+  *,
+  cache_dir: str | os.PathLike[str],
+) -> shards.Shards:
+  if source.max_documents:
+    raise ValueError(
+      f"max_documents = {source.max_documents} does not go with store ="
+      " 'shards', whose shards are made apart from each other: name fewer files"
+    )
+  directory = tokenize_corpus(
+    corpus=source.corpus,
+    tokenizer=tokenizer,
+    vocab_size=vocab_size,
+    text_field=source.text_field,
+    held_out_fraction=source.held_out_fraction,
+    cache_dir=cache_dir,
+  )
+  return shards.open_shards(directory)
+
+
+def _make_arrays(
+  source: _Source,
+  tokenizer: str,
+  vocab_size: int,
+  *,
+  cache_dir: str | os.PathLike[str],
+) -> shards.Shards:
+  """All ids of a split in one array."""
+  loaded = _load_tokenizer(tokenizer, vocab_size)
+  prepared = corpus_lib.prepare_corpus(**source._asdict(), cache_dir=cache_dir)
   text_tokenizer = loaded or tokenizer_lib.cached_tokenizer(
     prepared.train,
     corpus_key=prepared.key,
@@ -125,34 +288,38 @@ def load_data(
       directory=pathlib.Path(cache_dir) / "tokens" / name,
     )
 
-  def windows(split: tokens_lib.TokenizedSplit) -> tokens_lib.TokenWindows:
-    return tokens_lib.TokenWindows(
-      split.tokens, seq_len=seq_len, pad_id=text_tokenizer.eos_id
+  return shards.Shards(
+    text_tokenizer,
+    [tokenized("train", prepared.train)],
+    [tokenized("held_out", prepared.held_out)] if prepared.held_out else [],
+  )
+
+
+def _load_tokenizer(
+  tokenizer: str, vocab_size: int
+) -> tokenizer_lib.TextTokenizer | None:
+  """The tokenizer of that name, None if one is to be trained; checked."""
+  if not tokenizer:
+    tokenizer_lib.check_vocab_size(vocab_size)
+    return None
+  loaded = tokenizer_lib.load_tokenizer(tokenizer)
+  _check_vocab_size(vocab_size, loaded, f"tokenizer={tokenizer!r}")
+  return loaded
+
+
+def _check_vocab_size(
+  vocab_size: int, loaded: tokenizer_lib.TextTokenizer, whose: str
+) -> None:
+  if loaded.vocab_size != vocab_size:
+    raise ValueError(
+      f"{vocab_size=} does not fit {whose}, which has {loaded.vocab_size} ids;"
+      f" set vocab_size={loaded.vocab_size}"
     )
 
-  train = tokenized("train", prepared.train)
-  train_windows = windows(train)
-  train_batches = pipeline.make_train_pipeline(
-    train_windows, seed=seed, **shards
-  )
-  held_out = held_out_batches = None
-  num_held_out_batches = 0
-  if prepared.held_out is not None:
-    held_out = tokenized("held_out", prepared.held_out)
-    held_out_windows = windows(held_out)
-    held_out_batches = pipeline.make_eval_pipeline(held_out_windows, **shards)
-    num_held_out_batches = -(-len(held_out_windows) // batch_size)
-  data = Data(
-    train=train_batches,
-    held_out=held_out_batches,
-    tokenizer=text_tokenizer,
-    num_train_tokens=len(train.tokens),
-    num_train_documents=train.num_documents,
-    num_train_windows=len(train_windows),
-    num_held_out_tokens=len(held_out.tokens) if held_out else 0,
-    num_held_out_documents=held_out.num_documents if held_out else 0,
-    num_held_out_batches=num_held_out_batches,
-    held_out_bytes_per_token=held_out.bytes_per_token if held_out else None,
-  )
-  logging.info("%s", data)
-  return data
+
+def _num_tokens(splits: Sequence[tokens_lib.TokenizedSplit]) -> int:
+  return sum(len(split.tokens) for split in splits)
+
+
+def _num_documents(splits: Sequence[tokens_lib.TokenizedSplit]) -> int:
+  return sum(split.num_documents for split in splits)

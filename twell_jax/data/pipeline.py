@@ -16,12 +16,14 @@ import grain
 
 from twell_jax.data import tokens as tokens_lib
 
-# Windows are slices of a memory map: a few threads and batches hide the disk.
+Windows = tokens_lib.TokenWindows | tokens_lib.JoinedWindows
+
+# Windows are slices of files: a few threads and batches hide the disk.
 _READ_OPTIONS = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
 
 
 def make_train_pipeline(
-  windows: tokens_lib.TokenWindows,
+  windows: Windows,
   *,
   batch_size: int,
   seed: int,
@@ -56,7 +58,7 @@ def make_train_pipeline(
 
 
 def make_eval_pipeline(
-  windows: tokens_lib.TokenWindows,
+  windows: Windows,
   *,
   batch_size: int,
   shard_index: int = 0,
@@ -113,7 +115,7 @@ class _Rows(Protocol):
 class _FilledUp:
   """Windows, then windows of padding up to a multiple of the batch."""
 
-  def __init__(self, windows: tokens_lib.TokenWindows, batch_size: int):
+  def __init__(self, windows: Windows, batch_size: int):
     self._windows = windows
     self._batch_size = batch_size
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
+import fsspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -125,7 +126,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
   """Loads a tokenizer.json.
 
   Args:
-    path: the file.
+    path: the file, or a URL that fsspec understands, such as
+      "hf://HuggingFaceTB/SmolLM2-360M/tokenizer.json".
 
   Returns:
     The tokenizer; its end of text is found by the names in common use.
@@ -134,11 +136,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> TextTokenizer:
     ValueError: the file is missing, is no tokenizer, or names no end of text.
   """
   path = os.fspath(path)
-  if not os.path.isfile(path):
-    raise ValueError(f"tokenizer={path!r}: there is no such tokenizer.json")
+  content = _read(path)
   _use_all_cores()
   try:
-    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer = tokenizers.Tokenizer.from_buffer(content)
   except Exception as error:  # The library raises plain Exception only.
     raise ValueError(
       f"tokenizer={path!r} is not a tokenizer.json: {error}"
@@ -200,6 +201,22 @@ def check_vocab_size(vocab_size: int) -> None:
       f"{vocab_size=} must be at least {MIN_VOCAB_SIZE}: the 256 bytes and"
       f" {END_OF_TEXT}"
     )
+
+
+def _read(path: str) -> bytes:
+  if "://" not in path:
+    if not os.path.isfile(path):
+      raise ValueError(f"tokenizer={path!r}: there is no such tokenizer.json")
+    return pathlib.Path(path).read_bytes()
+  try:
+    with fsspec.open(path, "rb") as file:
+      return file.read()
+  # What a protocol raises is its own: huggingface_hub has errors of many kinds.
+  except Exception as error:
+    raise ValueError(
+      f"tokenizer={path!r} cannot be read ({type(error).__name__}: {error});"
+      " bring the file here and give its path"
+    ) from error
 
 
 def _with_end_of_text(

@@ -12,20 +12,39 @@ them and its targets the last L. Every id but the very first is a target once.
   ids      a b c d e f g        L = 3
   window 0 a b c d              inputs a b c   targets b c d
   window 1       d e f g        inputs d e f   targets e f g
+
+Documents that follow each other in a window are joined, as published models
+have them, or kept separate: then windows also hold, for each input, which
+document it is of and its place therein, and the end of a document does not
+predict the beginning of the next, which has nothing to do with it. With "." as
+end of text:
+
+  inputs       a b . c d e      weights  1 1 0 1 1 1
+  segment_ids  0 0 0 1 1 1      positions  0 1 2 0 1 2
 """
 
 import dataclasses
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
-from typing import BinaryIO, NamedTuple, SupportsIndex, TypedDict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import (
+  Literal,
+  NamedTuple,
+  NotRequired,
+  Protocol,
+  SupportsIndex,
+  TypedDict,
+)
 
 import numpy as np
 from jaxtyping import Float, Int, UInt
 
-from twell_jax.data import storage
+from twell_jax.data import storage, token_file
 from twell_jax.data import tokenizer as tokenizer_lib
+
+Joining = Literal["joined", "separate"]
+JOININGS: tuple[Joining, ...] = ("joined", "separate")
 
 _CHARACTERS_PER_BATCH = 2**20
 # Where a long document may be cut without changing its ids: our tokenizer never
@@ -40,11 +59,24 @@ class Window(TypedDict):
     inputs: ids that the model reads.
     targets: the id after each input.
     weights: 1 where the target counts, 0 on padding.
+    segment_ids: of separate documents, which of the window's an input is of.
+    positions: of separate documents, the place of an input in its document, or
+      in what the window holds of it.
   """
 
   inputs: Int[np.ndarray, "seq"]
   targets: Int[np.ndarray, "seq"]
   weights: Float[np.ndarray, "seq"]
+  segment_ids: NotRequired[Int[np.ndarray, "seq"]]
+  positions: NotRequired[Int[np.ndarray, "seq"]]
+
+
+class Ids(Protocol):
+  """Token ids of which runs can be read: an array or a `TokenFile`."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, where: slice, /) -> UInt[np.ndarray, "ids"]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +84,12 @@ class TokenizedSplit:
   """The token ids of a split.
 
   Attributes:
-    tokens: the ids, mapped from disk.
+    tokens: the ids, read from disk where they are needed.
     num_documents: how many documents they come from.
     num_bytes: the UTF-8 length of these documents.
   """
 
-  tokens: UInt[np.ndarray, "tokens"] = dataclasses.field(repr=False)
+  tokens: token_file.TokenFile = dataclasses.field(repr=False)
   num_documents: int
   num_bytes: int
 
@@ -86,15 +118,17 @@ def tokenize_split(
     directory: belongs to exactly these documents and this tokenizer.
 
   Returns:
-    The ids, memory-mapped.
+    The ids.
   """
   if not directory.exists():
     with storage.complete_directory(directory) as partial:
       with open(partial / "tokens.npy", "xb") as file:
-        summary = _write_tokens(file, documents, tokenizer)
+        writer = token_file.TokenWriter(file, vocab_size=tokenizer.vocab_size)
+        summary = write_documents(writer, documents, tokenizer)
+        writer.finish()
       (partial / "summary.json").write_text(json.dumps(summary))
   return TokenizedSplit(
-    tokens=np.load(directory / "tokens.npy", mmap_mode="r"),
+    tokens=token_file.TokenFile(directory / "tokens.npy"),
     **json.loads((directory / "summary.json").read_text()),
   )
 
@@ -106,19 +140,27 @@ class TokenWindows:
   """
 
   def __init__(
-    self, tokens: UInt[np.ndarray, "tokens"], *, seq_len: int, pad_id: int
+    self,
+    tokens: Ids,
+    *,
+    seq_len: int,
+    pad_id: int,
+    documents: Joining = "joined",
   ):
     """Makes the source.
 
     Args:
       tokens: at least two ids.
       seq_len: positions per window.
-      pad_id: stands where the ids have ended.
+      pad_id: stands where the ids have ended; the end of text.
+      documents: whether those in a window are "joined", or "separate" where
+        pad_id ends one.
 
     Raises:
       ValueError: there is nothing to predict, or windows have no positions.
     """
     check_seq_len(seq_len)
+    check_joining(documents)
     if len(tokens) < 2:
       raise ValueError(
         f"{len(tokens)} tokens leave nothing to predict; at least 2 are needed"
@@ -126,6 +168,7 @@ class TokenWindows:
     self._tokens = tokens
     self._seq_len = seq_len
     self._pad_id = pad_id
+    self._documents = documents
 
   def __len__(self) -> int:
     return -(-(len(self._tokens) - 1) // self._seq_len)
@@ -156,7 +199,43 @@ class TokenWindows:
     inputs[:num_targets] = ids[:-1]
     targets[:num_targets] = ids[1:]
     weights[:num_targets] = 1
-    return Window(inputs=inputs, targets=targets, weights=weights)
+    window = Window(inputs=inputs, targets=targets, weights=weights)
+    if self._documents == "separate":
+      ends = inputs == self._pad_id
+      weights[ends] = 0
+      begins = np.concatenate([[False], ends[:-1]])
+      window["segment_ids"] = np.cumsum(begins, dtype=np.int32)
+      places = np.arange(self._seq_len, dtype=np.int32)
+      firsts = np.maximum.accumulate(np.where(begins, places, 0))
+      window["positions"] = (places - firsts).astype(np.int32)
+    return window
+
+
+class JoinedWindows:
+  """The windows of several sources, one source after the other."""
+
+  def __init__(self, sources: Sequence[TokenWindows]):
+    """Makes the source; it has those windows, and no others."""
+    self._sources = sources
+    self._ends = np.cumsum([len(source) for source in sources])
+
+  def __len__(self) -> int:
+    return int(self._ends[-1])
+
+  def __getitem__(self, index: SupportsIndex) -> Window:
+    index = int(index)
+    if not 0 <= index < len(self):
+      raise IndexError(f"window {index} of {len(self)}")
+    number = int(np.searchsorted(self._ends, index, side="right"))
+    source = self._sources[number]
+    return source[index - int(self._ends[number]) + len(source)]
+
+  def __repr__(self) -> str:
+    return f"JoinedWindows({len(self._sources)} of {self._sources[0]!r}, ...)"
+
+  def padding(self) -> Window:
+    """Returns a window of padding only."""
+    return self._sources[0].padding()
 
 
 def check_seq_len(seq_len: int) -> None:
@@ -165,20 +244,26 @@ def check_seq_len(seq_len: int) -> None:
     raise ValueError(f"{seq_len=} must be at least 1")
 
 
+def check_joining(documents: str) -> None:
+  """Raises ValueError for a word that is none of `JOININGS`."""
+  if documents not in JOININGS:
+    raise ValueError(
+      f"{documents=} is unknown: choose one of {', '.join(JOININGS)}"
+    )
+
+
 class _Piece(NamedTuple):
   text: str
   ends_document: bool
 
 
-def _write_tokens(
-  file: BinaryIO,
+def write_documents(
+  writer: token_file.TokenWriter,
   documents: Iterable[str],
   tokenizer: tokenizer_lib.TextTokenizer,
 ) -> dict[str, int]:
-  dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-  _write_header(file, dtype, num_tokens=0)
-  header_bytes = file.tell()
-  num_tokens = num_documents = num_bytes = 0
+  """Writes the ids of documents; returns `num_documents` and `num_bytes`."""
+  num_documents = num_bytes = 0
   for batch in _batches(documents):
     ids = tokenizer.encode_batch([piece.text for piece in batch])
     for piece, piece_ids in zip(batch, ids, strict=True):
@@ -186,25 +271,8 @@ def _write_tokens(
       if piece.ends_document:
         piece_ids.append(tokenizer.eos_id)
         num_documents += 1
-      num_tokens += len(piece_ids)
-      file.write(np.asarray(piece_ids, dtype).tobytes())
-  # numpy leaves room in the header for a longer first axis.
-  file.seek(0)
-  _write_header(file, dtype, num_tokens=num_tokens)
-  if file.tell() != header_bytes:
-    raise RuntimeError("the .npy header has outgrown its place")
+      writer.write(piece_ids)
   return {"num_documents": num_documents, "num_bytes": num_bytes}
-
-
-def _write_header(file: BinaryIO, dtype: np.dtype, *, num_tokens: int) -> None:
-  np.lib.format.write_array_header_1_0(
-    file,
-    {
-      "descr": np.lib.format.dtype_to_descr(dtype),
-      "fortran_order": False,
-      "shape": (num_tokens,),
-    },
-  )
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[_Piece]]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from twell_jax.nn.config import ATTENTIONS, check_attention, check_choice
 from twell_jax.nn.partitioning import (
@@ -43,8 +43,12 @@ def causal_attention(
   query: Float[Array, "batch seq heads head_dim"],
   key: Float[Array, "batch seq kv_heads head_dim"],
   value: Float[Array, "batch seq kv_heads head_dim"],
+  *,
+  segment_ids: Int[Array, "batch seq"] | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
   """Softmax attention of each position to itself and those before it.
+
+  With segment_ids only to those of its own segment.
 
   Query head i attends with key and value head i // (heads / kv_heads). Scores
   and softmax are float32. `jax.nn.dot_product_attention` computes the same, but
@@ -57,6 +61,9 @@ def causal_attention(
     "bqngd,bknd->bngqk", grouped, key, preferred_element_type=jnp.float32
   )
   visible = jnp.tril(jnp.ones((seq, seq), jnp.bool_)).reshape(1, 1, 1, seq, seq)
+  if segment_ids is not None:
+    same = _same_segment(segment_ids)
+    visible = visible & same.reshape(batch, 1, 1, seq, seq)
   scores = jnp.where(visible, scores / math.sqrt(head_dim), -jnp.inf)
   weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   mixed = jnp.einsum("bngqk,bknd->bqngd", weights, value)
@@ -68,17 +75,20 @@ def cudnn_attention(
   key: Float[Array, "batch seq kv_heads head_dim"],
   value: Float[Array, "batch seq kv_heads head_dim"],
   *,
+  segment_ids: Int[Array, "batch seq"] | None = None,
   partitioning: Partitioning | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
   """`causal_attention` by cuDNN's fused kernels, which hold no scores.
 
   For the backward pass they keep, besides the arguments, the result and the
-  logarithm of each softmax's divisor.
+  logarithm of each softmax's divisor. With segment_ids they read a number for
+  each pair of positions of a sequence, which all heads share.
 
   Args:
     query: In bfloat16 or float16, as key and value.
     key: A head for each group of query heads.
     value: As key.
+    segment_ids: As in `causal_attention`.
     partitioning: The mesh over which sequences and heads are cut.
 
   Raises:
@@ -89,20 +99,36 @@ def cudnn_attention(
   check_attention("cudnn", dtype=query.dtype.name, head_dim=query.shape[-1])
   _check_platform(query, partitioning)
   if partitioning is None:
-    return _cudnn(query, key, value)
+    return _cudnn(query, key, value, segment_ids)
   # Each device computes its own sequences and heads. Left to the partitioner,
   # cuDNN's primitives do not compile where the arrays lie in another way or not
   # alike: their rule refuses such arrays instead of moving them.
   spec = partitioning.sharding(("batch", None, "heads", None)).spec
+  rows = partitioning.sharding(("batch", None)).spec
   return jax.shard_map(
-    _cudnn, mesh=partitioning.mesh, in_specs=spec, out_specs=spec
-  )(query, key, value)
+    _cudnn,
+    mesh=partitioning.mesh,
+    in_specs=(spec, spec, spec, None if segment_ids is None else rows),
+    out_specs=spec,
+  )(query, key, value, segment_ids)
 
 
-def _cudnn(query: Array, key: Array, value: Array) -> Array:
+def _same_segment(
+  segment_ids: Int[Array, "batch seq"],
+) -> Bool[Array, "batch seq seq"]:
+  """Whether two positions of a sequence are of one segment."""
+  return segment_ids[:, :, None] == segment_ids[:, None, :]
+
+
+def _cudnn(
+  query: Array, key: Array, value: Array, segment_ids: Array | None
+) -> Array:
+  mask = None
+  if segment_ids is not None:
+    mask = jnp.expand_dims(_same_segment(segment_ids), 1)
   try:
     return jax.nn.dot_product_attention(
-      query, key, value, is_causal=True, implementation="cudnn"
+      query, key, value, mask=mask, is_causal=True, implementation="cudnn"
     )
   except RuntimeError as error:
     raise ValueError(
@@ -189,6 +215,7 @@ class Attention(nnx.Module):
     x: Float[Array, "batch seq d_model"],
     *,
     positions: Int[Array, "#batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
   ) -> Float[Array, "batch seq d_model"]:
     """Attends from each token to itself and the tokens before it.
 
@@ -196,6 +223,7 @@ class Attention(nnx.Module):
       x: The input.
       positions: Angles of the rotary embedding; 0, 1, 2, … if None. They do not
         change who sees whom: that is the order in the sequence.
+      segment_ids: Tokens see those with their own number only; None: all.
 
     Returns:
       The attended values, projected back to d_model.
@@ -220,8 +248,14 @@ class Attention(nnx.Module):
     )
     value = project(self.value, "kv_heads")
     if self.implementation == "cudnn":
-      mixed = cudnn_attention(query, key, value, partitioning=self.partitioning)
+      mixed = cudnn_attention(
+        query,
+        key,
+        value,
+        segment_ids=segment_ids,
+        partitioning=self.partitioning,
+      )
     else:
-      mixed = causal_attention(query, key, value)
+      mixed = causal_attention(query, key, value, segment_ids=segment_ids)
     out = use_weight(self.out, dtype=dtype, partitioning=self.partitioning)
     return jnp.einsum("bshk,hkd->bsd", mixed, out)

@@ -120,10 +120,13 @@ class Block(nnx.Module):
     x: Float[Array, "batch seq d_model"],
     *,
     positions: Int[Array, "#batch seq"],
+    segment_ids: Int[Array, "batch seq"] | None = None,
   ) -> FFNOutput:
     """Returns the new residual stream and the activity of the FFN."""
     x = constrain(x, ("batch", None, None), self.partitioning)
-    x = x + self.attention(self.attention_norm(x), positions=positions)
+    x = x + self.attention(
+      self.attention_norm(x), positions=positions, segment_ids=segment_ids
+    )
     x = constrain(x, ("batch", None, None), self.partitioning)
     run_ffn = SparseFFN.__call__
     if self.recomputes_ffn:
@@ -173,17 +176,22 @@ class TransformerLM(nnx.Module):
     tokens: Int[Array, "batch seq"],
     *,
     positions: Int[Array, "#batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
   ) -> LMOutput:
     """Predicts each next token.
 
     Args:
       tokens: Token ids below vocab_size; a larger one makes its sequence NaN.
       positions: Rotary positions; 0, 1, 2, … if None.
+      segment_ids: Which document of its sequence a token is of: it sees those
+        of its own only. All if None.
 
     Returns:
       Logits for the token after each position, and per-layer activity.
     """
-    hidden, activity = self.hidden_states(tokens, positions=positions)
+    hidden, activity = self.hidden_states(
+      tokens, positions=positions, segment_ids=segment_ids
+    )
     matrix = self._use_weight(self.output_matrix)
     logits = jnp.einsum(
       "bsd,vd->bsv", hidden, matrix, preferred_element_type=jnp.float32
@@ -196,6 +204,7 @@ class TransformerLM(nnx.Module):
     tokens: Int[Array, "batch seq"],
     *,
     positions: Int[Array, "#batch seq"] | None = None,
+    segment_ids: Int[Array, "batch seq"] | None = None,
   ) -> HiddenStates:
     """What `output_matrix` makes logits of; the arguments are the model's."""
     if positions is None:
@@ -203,7 +212,7 @@ class TransformerLM(nnx.Module):
     embedding = self._use_weight(self.embedding)
     # "fill" writes NaN for an id outside the table instead of clamping it.
     x = jnp.take(embedding, tokens, axis=0, mode="fill")
-    x, activity = self._run_layers(x, positions)
+    x, activity = self._run_layers(x, positions, segment_ids)
     x = self.final_norm(constrain(x, ("batch", None, None), self.partitioning))
     return HiddenStates(x, activity)
 
@@ -223,9 +232,10 @@ class TransformerLM(nnx.Module):
     self,
     x: Float[Array, "batch seq d_model"],
     positions: Int[Array, "#batch seq"],
+    segment_ids: Int[Array, "batch seq"] | None,
   ) -> FFNOutput:
-    def run(block, x, positions):
-      output = block(x, positions=positions)
+    def run(block, x, positions, segment_ids):
+      output = block(x, positions=positions, segment_ids=segment_ids)
       return output.y, output.activity
 
     if self.config.remat != "none":
@@ -233,11 +243,11 @@ class TransformerLM(nnx.Module):
       run = nnx.remat(run, prevent_cse=False, policy=remat_policy(self.config))
     scan = nnx.scan(
       run,
-      in_axes=(0, nnx.Carry, None),
+      in_axes=(0, nnx.Carry, None, None),
       out_axes=(nnx.Carry, 0),
       transform_metadata=_STACKED,
     )
-    return FFNOutput(*scan(self.layers, x, positions))
+    return FFNOutput(*scan(self.layers, x, positions, segment_ids))
 
   def _vocabulary(self, rngs: nnx.Rngs) -> nnx.Param:
     return parameter(

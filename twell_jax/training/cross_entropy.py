@@ -56,17 +56,21 @@ def model_cross_entropy(
 
   Args:
     model: The model.
-    batch: "inputs", "targets" and "weights" [batch, seq].
+    batch: "inputs", "targets" and "weights" [batch, seq]; of separate documents
+      also "segment_ids" and "positions".
 
   Returns:
     The sums of `full` or `chunked`, and the activity of each layer.
   """
   targets, weights = batch["targets"], batch["weights"]
+  documents = {
+    name: batch[name] for name in ("segment_ids", "positions") if name in batch
+  }
   if model.config.cross_entropy == "full":
-    output = model(batch["inputs"])
+    output = model(batch["inputs"], **documents)
     sums = full(output.logits, targets, weights)
     return ModelCrossEntropy(sums, output.activity)
-  states = model.hidden_states(batch["inputs"])
+  states = model.hidden_states(batch["inputs"], **documents)
   sums = chunked(
     states.hidden,
     model.output_matrix[...].astype(states.hidden.dtype),
