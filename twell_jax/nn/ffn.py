@@ -69,10 +69,13 @@ class SparseFFN(nnx.Module):
         be [batch, seq, d_model].
       rngs: Source of the initial parameters (stream "params").
     """
-    check_choice("activation", activation, ACTIVATIONS)
-    check_implementation(implementation, activation=activation)
     choices = Choices(hot_neurons, capacities, dense_above)
-    check_choices(choices, d_ff=d_ff, activation=activation)
+    check_layer(
+      d_ff=d_ff,
+      activation=activation,
+      implementation=implementation,
+      choices=choices,
+    )
     self.activation = activation
     self.implementation = implementation
     self.choices = choices
@@ -102,29 +105,66 @@ class SparseFFN(nnx.Module):
 
     gate, down = weight(self.gate), weight(self.down)
     up = None if self.up is None else weight(self.up)
-    if self.activation == "silu":
-      return _dense_silu(x, gate, up, down)
-    # On a mesh of one device the sharded layer is the layer itself.
-    if self.partitioning is None or self.partitioning.mesh.size == 1:
-      return sparse_ffn(
-        x,
-        gate,
-        up,
-        down,
-        implementation=self.implementation,
-        **self.choices._asdict(),
-      )
-    return sharded_sparse_ffn(
+    return feed_forward(
       x,
       gate,
       up,
       down,
-      mesh=self.partitioning.mesh,
-      token_axes=self.partitioning.batch_axes,
-      neuron_axis=self.partitioning.tensor_axis,
+      activation=self.activation,
       implementation=self.implementation,
-      **self.choices._asdict(),
+      choices=self.choices,
+      partitioning=self.partitioning,
     )
+
+
+def check_layer(
+  *,
+  d_ff: int,
+  activation: str,
+  implementation: str | None,
+  choices: Choices,
+) -> None:
+  """Raises ValueError for a layer that cannot be computed."""
+  check_choice("activation", activation, ACTIVATIONS)
+  check_implementation(implementation, activation=activation)
+  check_choices(choices, d_ff=d_ff, activation=activation)
+
+
+def feed_forward(
+  x: Float[Array, "*tokens d_model"],
+  gate: Float[Array, "d_ff d_model"],
+  up: Float[Array, "d_ff d_model"] | None,
+  down: Float[Array, "d_ff d_model"],
+  *,
+  activation: str,
+  implementation: str | None,
+  choices: Choices,
+  partitioning: Partitioning | None,
+) -> FFNOutput:
+  """What `SparseFFN` computes of weights as they are used."""
+  if activation == "silu":
+    return _dense_silu(x, gate, up, down)
+  # On a mesh of one device the sharded layer is the layer itself.
+  if partitioning is None or partitioning.mesh.size == 1:
+    return sparse_ffn(
+      x,
+      gate,
+      up,
+      down,
+      implementation=implementation,
+      **choices._asdict(),
+    )
+  return sharded_sparse_ffn(
+    x,
+    gate,
+    up,
+    down,
+    mesh=partitioning.mesh,
+    token_axes=partitioning.batch_axes,
+    neuron_axis=partitioning.tensor_axis,
+    implementation=implementation,
+    **choices._asdict(),
+  )
 
 
 def _dense_silu(

@@ -116,15 +116,26 @@ class Partitioning:
 def use_weight(
   param: nnx.Param, *, dtype: DTypeLike, partitioning: Partitioning | None
 ) -> Shaped[Array, "..."]:
-  """A parameter's value in the dtype of the computation, gathered for use.
+  """A parameter's value in the dtype of the computation, gathered for use."""
+  axes = param.get_metadata("out_sharding")
+  return gather_weight(param[...], axes, dtype=dtype, partitioning=partitioning)
+
+
+def gather_weight(
+  weight: Shaped[Array, "..."],
+  axes: Sequence[str | None],
+  *,
+  dtype: DTypeLike,
+  partitioning: Partitioning | None,
+) -> Shaped[Array, "..."]:
+  """A weight with these logical axes, cast, and gathered for use.
 
   Constraining the cast weight to its slice first makes XLA gather weights, in
   the narrow dtype; without constraints it gathers activations instead.
   """
-  weight = param[...].astype(dtype)
+  weight = weight.astype(dtype)
   if partitioning is None:
     return weight
-  axes = param.get_metadata("out_sharding")
   weight = jax.lax.with_sharding_constraint(weight, partitioning.sharding(axes))
   return jax.lax.with_sharding_constraint(weight, partitioning.gathered(axes))
 
