@@ -81,7 +81,7 @@ def held_out_activity(
   ]
 
 
-def _train(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
+def train_to_end(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
   """Trains, or continues where an interrupted quickstart stopped."""
   checkpoints = workdir / "checkpoints"
   if not training.saved_steps(checkpoints):
@@ -250,7 +250,7 @@ def main() -> int:
   runs = {}
   for name, run_config in configs.items():
     print(f"training the {name} model", flush=True)
-    runs[name] = _train(run_config, workdir / name)
+    runs[name] = train_to_end(run_config, workdir / name)
     if runs[name].result.outcome == "interrupted":
       print("saved; the same command continues from here")
       return 130
