@@ -61,6 +61,7 @@ def get_config(variant: str = "1p5b") -> ConfigDict:
     tokenizer="hf://HuggingFaceTB/SmolLM2-360M/tokenizer.json",
     store="shards",
   )
+  config.eval.batches = 10  # of 1,048,576 tokens
   config.model.update(
     remat="attention",
     attention="cudnn",
