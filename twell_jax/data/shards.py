@@ -19,6 +19,7 @@ read once and not copied.
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -211,7 +212,7 @@ class _Job(NamedTuple):
 
 
 def _make_shard(job: _Job) -> None:
-  tokenizer = tokenizer_lib.load_tokenizer(job.directory.parent / _TOKENIZER)
+  tokenizer = _tokenizer_of(job.directory.parent)
   splits = [builder.TRAIN] + [builder.HELD_OUT] * (job.held_out_fraction > 0)
   with storage.complete_directory(job.directory) as partial:
     with contextlib.ExitStack() as stack:
@@ -232,6 +233,12 @@ def _make_shard(job: _Job) -> None:
         summary[split] = tokens.write_documents(writer, texts, tokenizer)
         writer.finish()
     (partial / _SUMMARY).write_text(json.dumps(summary))
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer_of(directory: pathlib.Path) -> tokenizer_lib.TextTokenizer:
+  """Read once by a process: a large vocabulary takes half a second."""
+  return tokenizer_lib.load_tokenizer(directory / _TOKENIZER)
 
 
 def _texts(job: _Job) -> Iterator[str]:
