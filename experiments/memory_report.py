@@ -41,7 +41,6 @@ import collections
 import json
 import math
 import pathlib
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -54,7 +53,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import PyTree
 
-from experiments import collectives, environment
+from experiments import collectives, environment, memory_slots
 from pallas_kernels import aot
 from twell_jax import nn, training
 from twell_jax.nn.config import ATTENTIONS, CROSS_ENTROPIES, REMAT_POLICIES
@@ -178,10 +177,12 @@ def measure(
         compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
       )
     )
-    slots = _read_slots(pathlib.Path(folder))
+    slots = memory_slots.read(pathlib.Path(folder))
   analysis = compiled.memory_analysis()
   assert analysis is not None  # XLA:GPU has one
-  stacked = _stacked(slots, config.num_layers, (sequences, tokens_per_device))
+  stacked = memory_slots.stacked(
+    slots, layers=config.num_layers, tokens=(sequences, tokens_per_device)
+  )
   memory = Memory(
     peak=analysis.peak_memory_in_bytes,
     parameters=_bytes_of_device(state.params),
@@ -197,63 +198,6 @@ def measure(
   text = compiled.as_text()
   assert text is not None  # XLA:GPU has one
   return Step(memory, collectives.read(text, mesh=dict(mesh.shape)))
-
-
-class _Slot(NamedTuple):
-  """A piece of the temporaries: its bytes, and all that it ever holds."""
-
-  size: int
-  shapes: tuple[tuple[str, tuple[int, ...]], ...]
-
-
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# cumulative size; size; offset; number of values; count×dtype[shape], ...
-_SLOT = re.compile(r"\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);[^;]*;[^;]*;(.*)")
-_SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
-
-
-def _read_slots(folder: pathlib.Path) -> list[_Slot]:
-  """The slots of the largest allocation in XLA's report, the temporaries'."""
-  reports = list(folder.glob("*jit_train_step*memory-usage-report.txt"))
-  if len(reports) != 1:
-    raise ValueError(
-      f"the compiler wrote {len(reports)} memory reports of the step, not one:"
-      " this jax writes them in another way"
-    )
-  allocations: list[list[_Slot]] = []
-  for line in reports[0].read_text(encoding="utf-8").splitlines():
-    found = _SLOT.fullmatch(line)
-    if found is None:
-      if "cumulative_size" in line:
-        allocations.append([])
-      continue
-    shapes = tuple(
-      (dtype, tuple(int(size) for size in sizes.split(",") if size))
-      for dtype, sizes in _SHAPE.findall(found[3])
-    )
-    size = float(found[1]) * _UNITS[found[2]]
-    allocations[-1].append(_Slot(round(size), shapes))
-  return max(allocations, key=lambda slots: sum(slot.size for slot in slots))
-
-
-def _stacked(
-  slots: Sequence[_Slot], layers: int, tokens: tuple[int, int]
-) -> collections.Counter[str]:
-  """Bytes of slots that hold something of all layers.
-
-  Args:
-    slots: Of the temporaries.
-    layers: How many there are.
-    tokens: Second sizes by which activations are told: sequences, and tokens.
-  """
-  found: collections.Counter[str] = collections.Counter()
-  for slot in slots:
-    ranks = [shape for shape in slot.shapes if shape[1][:1] == (layers,)]
-    if any(shape[1:2] and shape[1] in tokens for _, shape in ranks):
-      found["residuals"] += slot.size
-    elif any(dtype == "f32" and len(shape) > 2 for dtype, shape in ranks):
-      found["gradients"] += slot.size
-  return found
 
 
 def _bytes_of_device(tree: PyTree[jax.ShapeDtypeStruct]) -> int:

@@ -233,6 +233,7 @@ COMMAND_LINES = {
   "type": (["--config.steps=many"], ("--config.steps=many", "int")),
   "file": (["--config=configs/absent.py"], ("configs/absent.py",)),
   "file after a blank": (["--config", "configs"], ("configs",)),
+  "variant": (["--config=configs/paper.py:3b"], ("'3b' begins", "0p5b, 1b")),
   "dashes": (["config.steps=5"], ("config.steps=5", "--")),
   # One that only the program finds: the exit code and the form are the same.
   "value": (["--config.steps=0"], ("steps = 0", "at least 1")),

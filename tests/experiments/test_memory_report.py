@@ -110,46 +110,6 @@ def test_the_dense_layer_that_recomputes(configs):
   assert (sparse.activation, sparse.ffn_residuals) == ("relu", "kept")
 
 
-REPORT = """\
-Memory Space: default (color=0)
-Total bytes: 1572888 (1.50MiB)
-  cumulative_size;       size;       offset; used_by_n_values; shapes_list
-  ------------------------------------------------------------
-   128.0MiB(100%);  128.0MiB;            0;       1; f32[3,2048,2048]
-
-  cumulative_size;       size;       offset; used_by_n_values; shapes_list
-  ------------------------------------------------------------
-    30.0MiB( 30%);   30.0MiB;            0;       3; 2×bf16[3,4,8,64], f32[7]
-    60.0MiB( 60%);   20.0MiB;     31457280;       2; f32[3,256,64], bf16[5,3]
-    80.0MiB( 80%);   10.0MiB;     52428800;       2; f32[3,256,64], u16[3,32,9]
-    95.0MiB( 95%);    9.5MiB;     62428800;       1; bf16[4,8,64]
-   100.0MiB(100%);  512.0KiB;     72428800;       2; f32[], bf16[3,256,64]
-"""
-
-
-def test_slots_are_told_by_their_shapes(tmp_path):
-  path = tmp_path / "module_01.jit_train_step.sm_9.0a_x-memory-usage-report.txt"
-  path.write_text(REPORT, encoding="utf-8")
-  slots = memory_report._read_slots(tmp_path)
-  # Of the largest allocation.
-  assert [slot.size for slot in slots] == [128 * 2**20]
-  path.write_text(REPORT.replace("128.0MiB", "128.0KiB"), encoding="utf-8")
-  slots = memory_report._read_slots(tmp_path)
-  assert [slot.size / 2**20 for slot in slots] == [30, 20, 10, 9.5, 0.5]
-  assert slots[0].shapes == (("bf16", (3, 4, 8, 64)), ("f32", (7,)))
-  assert slots[4].shapes == (("f32", ()), ("bf16", (3, 256, 64)))
-  # 3 layers, 4 sequences of 8 tokens.
-  assert memory_report._stacked(slots, 3, (4, 32)) == {
-    "residuals": 40 * 2**20,
-    "gradients": 20 * 2**20,
-  }
-
-
-def test_a_report_that_is_missing(tmp_path):
-  with pytest.raises(ValueError, match="the compiler wrote 0 memory reports"):
-    memory_report._read_slots(tmp_path)
-
-
 def tiny(**changes):
   fields: dict[str, Any] = {
     "vocab_size": 512,
@@ -225,6 +185,59 @@ def test_a_step_compiled_for_two_devices():
     assert memory.temporaries > memory.residuals + memory.gradients
     assert memory.peak > memory.temporaries + memory.parameters * 3
   assert sparse.peak < dense.peak
+
+
+# Bytes in bfloat16 of what `tiny` computes with: the matrices of all layers,
+# the vocabulary, and the residual stream of a device in the test below.
+LAYERS = 2 * 3 * (4 * 256 * 256 + 3 * 512 * 256)
+VOCABULARY = 2 * 512 * 256
+STREAM = 2 * 4096 * 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("mesh_shape", "expected"),
+  [
+    # Each gradient once; the vocabulary's of the embedding, and of the output
+    # in float32.
+    ((8, 1, 1), {("all-reduce", "data"): 7 / 4 * (LAYERS + 3 * VOCABULARY)}),
+    # Weights for the forward and the backward pass; gradients as above.
+    (
+      (1, 8, 1),
+      {
+        ("all-gather", "fsdp"): 7 / 8 * 2 * (LAYERS + VOCABULARY),
+        ("reduce-scatter", "fsdp"): 7 / 8 * (LAYERS + 3 * VOCABULARY),
+      },
+    ),
+    # Of half of the weights. The stream is summed after the embedding, twice in
+    # a layer's forward pass and three times in its backward pass, which makes
+    # attention's sum again; and in float32 by the cross-entropy.
+    (
+      (2, 2, 2),
+      {
+        ("all-gather", "fsdp"): 1 / 2 * (LAYERS + VOCABULARY),
+        ("all-reduce", "data+fsdp"): 3 / 4 * (LAYERS + VOCABULARY),
+        ("reduce-scatter", "fsdp"): 1 / 2 * VOCABULARY,
+        ("all-reduce", "data"): 1 / 2 * VOCABULARY,
+        ("all-reduce", "tensor"): (1 + 3 * 5 + 2) * STREAM,
+      },
+    ),
+  ],
+)
+def test_what_a_step_sends(mesh_shape, expected):
+  h200_mesh_with_cudnn(data=1)
+  step = memory_report.measure(
+    tiny(implementation="reference"),
+    mesh_shape=mesh_shape,
+    tokens_per_device=4096,
+    seq_len=64,
+  )
+  sent = collectives.total_bytes(step.collectives)
+  # Besides: norms, scalars, and how often each neuron was active.
+  assert {key: sent.get(key) for key in expected} == pytest.approx(
+    expected, rel=0.01
+  )
+  assert sum(sent.values()) < 1.01 * sum(expected.values())
 
 
 @pytest.mark.parametrize(

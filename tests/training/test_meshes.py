@@ -83,17 +83,8 @@ def step_of(config, batch):
   return step
 
 
-@pytest.mark.parametrize(
-  ("layer", "mesh"),
-  [
-    *(("xla", mesh) for mesh in MESHES if mesh != "1x1x1"),
-    ("reference", "2x1x2"),
-    *(
-      pytest.param("reference", mesh, marks=pytest.mark.slow)
-      for mesh in ("4x1x1", "1x4x1", "1x1x4")
-    ),
-  ],
-)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1x1x1"])
 def test_same_as_on_one_device(layer, mesh, step_of):
   assert_same_step(step_of(layer, "1x1x1"), step_of(layer, mesh))
 
