@@ -1,8 +1,10 @@
 """Entry of the experiment scripts: a mistake of the caller is one line."""
 
+import os
 import sys
 from collections.abc import Callable
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -21,7 +23,7 @@ def run(main: Callable[[], int]) -> None:
 
   A mistake of the caller, in the flags or found by `main` (a ValueError), what
   is not supported here (a NotImplementedError) and what the file system refuses
-  are one line on stderr and exit code 2.
+  are one line on stderr and exit code 2. So is the loss of another process.
   """
   app.run(lambda argv: _reported(main, argv), flags_parser=_parse_flags)
 
@@ -39,12 +41,33 @@ def _reported(main: Callable[[], int], argv: list[str]) -> int:
   ) as error:
     if _TRACEBACK.value:
       raise
-    return _report(error)
+    return _end(_report(error))
+  except jax.errors.JaxRuntimeError as error:
+    if _TRACEBACK.value or not jax.distributed.is_initialized():
+      raise
+    return _end(
+      _report(
+        "another process was lost, or this one failed on its device, and all"
+        f" end: resume from the last checkpoint ({error})"
+      )
+    )
   except KeyboardInterrupt:
     # While a model trains, the loop takes Ctrl-C and saves; this is any other
     # moment, with nothing of its own to save.
     print("interrupted", file=sys.stderr)
-    return 130
+    return _end(130)
+
+
+def _end(exit_code: int) -> int:
+  """The exit code; one of several processes ends here.
+
+  A usual exit would wait for the others, which cannot go on without it.
+  """
+  if jax.distributed.is_initialized():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+  return exit_code
 
 
 def _parse_flags(argv: list[str]) -> list[str]:
@@ -58,7 +81,7 @@ def _parse_flags(argv: list[str]) -> list[str]:
     message = str(error).replace("\\n", ". ").replace("\\", "")
     sys.exit(_report(f"no such config field: {message.replace("'", '')}"))
   except flags.Error as error:
-    sys.exit(_report(error))
+    sys.exit(_report(_without_traceback(str(error))))
   if "config" in flags.FLAGS:
     try:
       # A missing file is told of only when something is read from it.
@@ -71,6 +94,14 @@ def _parse_flags(argv: list[str]) -> list[str]:
     # absl types all flags with one variable.
     flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
   return arguments
+
+
+def _without_traceback(message: str) -> str:
+  """What a config file raised, which comes in one text with its traceback."""
+  _, found, traceback = message.partition("Traceback (most recent call last)")
+  if not found:
+    return message
+  return f"--config: {traceback.strip().splitlines()[-1].partition(': ')[2]}"
 
 
 def _report(error: Exception | str) -> int:

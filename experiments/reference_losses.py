@@ -28,7 +28,7 @@ import numpy as np
 
 from twell_jax import nn, training
 from twell_jax.training.sharding import HostBatch
-from twell_jax.training.step import StepStatistics, TrainStep
+from twell_jax.training.step import StepStatistics
 
 RESTART_EVERY_STEPS = 10
 
@@ -81,11 +81,12 @@ def make_steps(
     The losses of each step.
   """
   model = training.abstract_model(config, nn.Partitioning(mesh))
-  optimizer = training.make_optimizer(options.optimizer, steps=options.steps)
-  run_step = _train_step(config, options, mesh=mesh)
-  reference_step = _train_step(
-    dataclasses.replace(config, implementation="reference"), options, mesh=mesh
+  optimizer, run_step = training.make_updates(model, options)
+  reference = training.abstract_model(
+    dataclasses.replace(config, implementation="reference"),
+    nn.Partitioning(mesh),
   )
+  reference_step = training.make_updates(reference, options).step
   reorder_every_steps = options.reorder_neurons_every_steps
   reorder = None
   if reorder_every_steps:
@@ -151,26 +152,6 @@ def check(difference: Difference, *, tolerance: float) -> None:
       f" {tolerance:.2g}: run tests/ops to find the wrong product, or allow"
       " more if the model computes in 16 bits"
     )
-
-
-def _train_step(
-  config: nn.TransformerConfig,
-  options: training.TrainOptions,
-  *,
-  mesh: jax.sharding.Mesh,
-) -> TrainStep:
-  """The update of a run, as `training.train` makes it."""
-  return training.make_train_step(
-    training.abstract_model(config, nn.Partitioning(mesh)),
-    training.make_optimizer(options.optimizer, steps=options.steps),
-    learning_rate=training.learning_rate_schedule(
-      options.optimizer, steps=options.steps
-    ),
-    l1_coefficient=training.l1_schedule(options.l1),
-    accumulation_steps=options.accumulation_steps,
-    dead_neurons=options.dead_neurons,
-    l1_feedback=training.l1_feedback(options.l1),
-  )
 
 
 def _losses(step: int, statistics: StepStatistics) -> Losses:

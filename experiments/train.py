@@ -4,6 +4,13 @@
 
 Every field of the config can be overridden (--config.steps=100), and --resume
 continues from the latest checkpoint in DIR. Ctrl-C saves and says how.
+
+On several machines that share DIR, one process on each:
+
+    python -m experiments.train --config=... --workdir=DIR \
+      --coordinator=HOST:PORT --num_processes=N --process_id=I
+
+or --cluster=auto under SLURM, Open MPI, Kubernetes or on a TPU pod.
 """
 
 import pathlib
@@ -12,8 +19,7 @@ import sys
 from typing import Literal, NamedTuple
 
 import grain
-import jax
-from absl import flags
+from absl import flags, logging
 from ml_collections import ConfigDict
 
 from experiments import cli
@@ -21,6 +27,12 @@ from twell_jax import data as data_lib
 from twell_jax import nn, training
 
 Start = Literal["fresh", "resume"]
+
+# How long processes wait for the first to tokenise the text. If it dies, they
+# end at once.
+PREPARATION_TIMEOUT_S = 24 * 3600.0
+
+WHOLE = training.DataShard(index=0, count=1)
 
 
 class Run(NamedTuple):
@@ -57,10 +69,18 @@ def train_options(config: ConfigDict) -> training.TrainOptions:
     checkpoint_every_steps=config.checkpoint.every_steps,
     keep_checkpoints=config.checkpoint.keep,
     reorder_neurons_every_steps=config.reorder_neurons_every_steps,
+    non_finite=config.non_finite,
+    max_skipped_in_a_row=config.max_skipped_in_a_row,
+    stall_timeout_s=config.stall_timeout_s,
   )
 
 
-def load_data(config: ConfigDict, workdir: pathlib.Path) -> data_lib.Data:
+def load_data(
+  config: ConfigDict,
+  workdir: pathlib.Path,
+  *,
+  shard: training.DataShard = WHOLE,
+) -> data_lib.Data:
   """The text that a config asks for, tokenised in the cache."""
   fields = dict(config.data)
   cache_dir = fields.pop("cache_dir") or workdir / "data"
@@ -69,8 +89,8 @@ def load_data(config: ConfigDict, workdir: pathlib.Path) -> data_lib.Data:
     vocab_size=config.model.vocab_size,
     seed=config.seed,
     cache_dir=cache_dir,
-    shard_index=jax.process_index(),
-    shard_count=jax.process_count(),
+    shard_index=shard.index,
+    shard_count=shard.count,
   )
 
 
@@ -94,7 +114,11 @@ def run(
       f"data.held_out_fraction = {config.data.held_out_fraction} must be above"
       " 0: models are evaluated on held-out text"
     )
-  data = load_data(config, workdir)
+  # What one process prepares in the cache, the others find there.
+  with training.first_process_first(
+    "load_data", timeout_s=PREPARATION_TIMEOUT_S
+  ):
+    data = load_data(config, workdir, shard=training.data_shard(mesh))
   assert data.held_out is not None  # load_data raises if it would be empty
   result = training.train(
     model,
@@ -129,6 +153,16 @@ def _check_same_input(config: ConfigDict, workdir: pathlib.Path) -> None:
 def main() -> int:
   """Trains as the flags say; the exit code is 130 after an interruption."""
   args = flags.FLAGS
+  training.join_processes(
+    coordinator=args.coordinator,
+    num_processes=args.num_processes,
+    process_id=args.process_id,
+    cluster=args.cluster,
+    heartbeat_timeout_s=args.heartbeat_timeout_s,
+  )
+  if not training.is_first():
+    # One process speaks for all, but each of its own errors.
+    logging.set_verbosity(logging.ERROR)
   start: Start = "resume" if args.resume else "fresh"
   result = run(
     args.config, workdir=pathlib.Path(args.workdir), start=start
@@ -136,18 +170,38 @@ def main() -> int:
   if result.outcome == "interrupted" or result.held_out is None:
     arguments = [a for a in sys.argv[1:] if a != "--resume"]
     command = shlex.join(["python", "-m", "experiments.train", *arguments])
-    print(f"saved step {result.step}; continue with\n  {command} --resume")
-    return 130
-  print(
-    f"step {result.step}: held-out loss {result.held_out.loss:.4f},"
-    f" {result.held_out.active_fraction:.2%} of activations active"
-  )
-  return 0
+    said = f"saved step {result.step}; continue with\n  {command} --resume"
+    exit_code = 130
+  else:
+    said = (
+      f"step {result.step}: held-out loss {result.held_out.loss:.4f},"
+      f" {result.held_out.active_fraction:.2%} of activations active"
+    )
+    exit_code = 0
+  if training.is_first():
+    print(said)
+  return exit_code
 
 
 if __name__ == "__main__":
   cli.define_config(None, "What to train: a file of configs/.")
   flags.DEFINE_string("workdir", None, "Where this run writes.")
   flags.DEFINE_bool("resume", False, "Continue from the latest checkpoint.")
+  flags.DEFINE_string(
+    "coordinator", None, "Of several processes: HOST:PORT of process 0."
+  )
+  flags.DEFINE_integer("num_processes", None, "How many processes there are.")
+  flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+  flags.DEFINE_string(
+    "cluster",
+    None,
+    "Whose environment says these three instead: one of"
+    f" {', '.join(training.CLUSTERS)}.",
+  )
+  flags.DEFINE_integer(
+    "heartbeat_timeout_s",
+    100,
+    "Seconds of silence after which a process is taken for dead and all end.",
+  )
   flags.mark_flags_as_required(["config", "workdir"])
   cli.run(main)

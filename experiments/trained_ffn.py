@@ -172,17 +172,12 @@ def _updates(
   """Updates from the trained parameters, too small to change their activity."""
   model = training.abstract_model(config, nn.Partitioning(mesh))
   still = dataclasses.replace(
-    options.optimizer, learning_rate=1e-9, weight_decay=0.0
+    options,
+    optimizer=dataclasses.replace(
+      options.optimizer, learning_rate=1e-9, weight_decay=0.0
+    ),
   )
-  optimizer = training.make_optimizer(still, steps=options.steps)
-  step = training.make_train_step(
-    model,
-    optimizer,
-    learning_rate=training.learning_rate_schedule(still, steps=options.steps),
-    l1_coefficient=training.l1_schedule(options.l1),
-    accumulation_steps=options.accumulation_steps,
-    dead_neurons=options.dead_neurons,
-  )
+  optimizer, step = training.make_updates(model, still)
   state = training.initial_state(model, optimizer, seed=options.seed)
   # Copied: an update consumes the state it is given.
   state = state._replace(params=jax.tree.map(jnp.copy, params))

@@ -1,5 +1,6 @@
 """Prepared corpora: splits, caching, interruption, TFDS sets by name."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
+from twell_jax import data
 from twell_jax.data import builder as builder_lib
 from twell_jax.data import corpus as corpus_lib
 from twell_jax.data import sources, storage
@@ -284,6 +286,25 @@ def test_tfds_set_by_name(tmp_path, prepare_named):
     prepare(tmp_path, "tfds:named_texts")
   with pytest.raises(ValueError, match="text_field='n' holds int, not text"):
     prepare(tmp_path, "tfds:named_texts", text_field="n")
+
+
+def test_token_shards_of_a_tfds_set(tmp_path, prepare_named):
+  prepare_named("train")
+  named = sources.find_named_set("named_texts")
+  # As if it were larger: this one is in one file.
+  parts = sources.in_parts([dataclasses.replace(named, num_files=3)])
+  assert [part.location.rpartition("[")[2] for part in parts] == [
+    *("0:13]", "13:26]", "26:40]")
+  ]
+  tokenizer = data.train_tokenizer(["named 0123456789"], vocab_size=257)
+  directory = tmp_path / "shards"
+  data.make_shards(parts, tokenizer, directory=directory, text_field="body")
+  made = data.open_shards(directory)
+  assert [split.num_documents for split in made.train] == [13, 13, 14]
+  ids = np.concatenate([split.tokens[:] for split in made.train])
+  assert tokenizer.decode(ids.tolist()) == "".join(
+    f"named {document['n']}<|endoftext|>" for document in named.data
+  )
 
 
 def test_tfds_set_without_train_split(tmp_path, prepare_named):

@@ -1,5 +1,7 @@
 """Token shards: exact, made in parts and by processes, checked when opened."""
 
+import concurrent.futures
+import concurrent.futures.process
 import itertools
 import json
 import os
@@ -127,10 +129,21 @@ def test_what_is_finished_stays(text_dir, tokenizer, made, tmp_path):
     (lambda p: os.truncate(p, p.stat().st_size - 2), r"has \d+ bytes and by"),
     (lambda p: p.unlink(), "no token ids can be read"),
     (lambda p: p.write_bytes(b"x" * 200), "no token ids can be read"),
+    (
+      lambda p: np.save(p, np.zeros((3, 2), np.uint16)),
+      r"uint16 \[3, 2\], not",
+    ),
+    (
+      lambda p: np.save(p, np.zeros(9, np.float16)),
+      r"float16 \[9\], not a list",
+    ),
     (lambda p: (p.parent / "summary.json").unlink(), "cannot be read"),
     (lambda p: shutil.rmtree(p.parent), "1 of 3 shards are not in"),
   ],
-  ids=["truncated", "absent", "overwritten", "no summary", "no shard"],
+  ids=[
+    *("truncated", "absent", "overwritten", "a table", "fractions"),
+    *("no summary", "no shard"),
+  ],
 )
 def test_damaged_shards_are_named(made, damage, message):
   damage(made / "shard-00001-of-00003" / "train.npy")
@@ -242,6 +255,46 @@ def test_a_file_that_vanishes(made):
     next(iter(batches))
 
 
+def test_ids_that_the_vocabulary_has_not(made):
+  """Would be another token's, silently: an embedding is looked up by it."""
+  windows = windows_of(made)
+  path = made / "shard-00000-of-00003" / "train.npy"
+  ids = np.load(path)
+  ids[3] = 280
+  np.save(path, ids)
+  with pytest.raises(
+    ValueError, match=r"shard-00000.* is 280, of a vocab.*280"
+  ):
+    windows[0]
+  assert windows[1]["inputs"].max() < 280
+
+
+class DyingPool(concurrent.futures.Executor):
+  """Begins a worker in this process; there it is killed."""
+
+  def __init__(self, workers, *, mp_context, initializer, initargs):
+    del mp_context
+    assert workers == 2
+    initializer(*initargs)
+
+  def submit(self, fn, /, *args, **kwargs):
+    del fn, args, kwargs
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_exception(concurrent.futures.process.BrokenProcessPool("dead"))
+    return future
+
+
+def test_a_worker_that_dies(text_dir, tokenizer, tmp_path, monkeypatch):
+  monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", DyingPool)
+  monkeypatch.setattr(shards.os, "cpu_count", lambda: 7)
+  # What is set in this test is taken back.
+  monkeypatch.setenv("RAYON_NUM_THREADS", "")
+  monkeypatch.delenv("RAYON_NUM_THREADS")
+  with pytest.raises(ChildProcessError, match="one of workers=2 died"):
+    make(text_dir, tokenizer, tmp_path / "made", workers=2)
+  assert os.environ["RAYON_NUM_THREADS"] == "3"
+
+
 def test_loading(text_dir, tokenizer_file, tmp_path):
   options = {
     "vocab_size": 280,
@@ -275,6 +328,24 @@ def test_loading(text_dir, tokenizer_file, tmp_path):
     data.load_data(**(options | {"vocab_size": 300}), corpus=f"tokens:{moved}")
 
 
+def test_shards_that_do_not_fit_the_arguments(text_dir, tokenizer, tmp_path):
+  make(text_dir, tokenizer, tmp_path / "made", held_out_fraction=0.0)
+  options = {
+    "corpus": f"tokens:{tmp_path / 'made'}",
+    "vocab_size": 280,
+    "seq_len": 4,
+    "batch_size": 1,
+    "cache_dir": tmp_path / "cache",
+  }
+  with pytest.raises(
+    ValueError, match=r"held_out_fraction = 0\.1, and the tok"
+  ):
+    data.load_data(**options, held_out_fraction=0.1)
+  with pytest.raises(ValueError, match="max_documents = 2 does not go with"):
+    data.load_data(**options, held_out_fraction=0.0, max_documents=2)
+  assert data.load_data(**options, held_out_fraction=0.0).held_out is None
+
+
 def test_another_tokenizer_than_that_of_the_shards(
   made, tokenizer_file, tmp_path
 ):
@@ -296,7 +367,7 @@ def test_another_tokenizer_than_that_of_the_shards(
   ("changes", "message"),
   [
     ({"tokenizer": ""}, "token shards need a tokenizer"),
-    ({"max_documents": 3}, "max_documents = 3 does not go with store"),
+    ({"max_documents": 3}, "max_documents = 3 does not go with token shards"),
     ({"store": "pile"}, "store='pile' is unknown"),
     ({"documents": "apart"}, "documents='apart' is unknown"),
   ],
@@ -319,7 +390,8 @@ def test_choices_that_do_not_go(
 
 
 def test_runs_of_ids_only(made):
-  ids = token_file.TokenFile(made / "shard-00000-of-00003" / "train.npy")
+  path = made / "shard-00000-of-00003" / "train.npy"
+  ids = token_file.TokenFile(path, vocab_size=280)
   np.testing.assert_array_equal(np.asarray(ids)[3:7], ids[3:7])
   assert ids[5:5].size == ids[9:2].size == 0
   with pytest.raises(ValueError, match="not by a step of 2"):

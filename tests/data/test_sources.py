@@ -2,11 +2,13 @@
 
 import json
 import pathlib
+from typing import ClassVar
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations import memory
 
 from twell_jax.data import python_corpus, sources
 
@@ -140,21 +142,96 @@ def test_unknown_protocol_is_named():
 
 
 def test_urls_of_other_file_systems():
-  memory = fsspec.filesystem("memory")
-  memory.pipe("/set/part-0.jsonl", json.dumps({"text": "zero"}).encode())
+  files = fsspec.filesystem("memory")
+  files.pipe("/set/part-0.jsonl", json.dumps({"text": "zero"}).encode())
   sink = pa.BufferOutputStream()
   write_parquet(sink, ["one", "two"])
-  memory.pipe("/set/part-1.parquet", sink.getvalue().to_pybytes())
+  files.pipe("/set/part-1.parquet", sink.getvalue().to_pybytes())
   try:
     assert read("memory://set/part-*")[0] == ["zero", "one", "two"]
     assert read("memory://set")[0] == ["zero", "one", "two"]
     assert read("memory://set/*.parquet")[0] == ["one", "two"]
     (before,) = sources.find_files("memory://set/*.jsonl")
-    memory.pipe("/set/part-0.jsonl", json.dumps({"text": "nil"}).encode())
+    files.pipe("/set/part-0.jsonl", json.dumps({"text": "nil"}).encode())
     (after,) = sources.find_files("memory://set/*.jsonl")
     assert before.version != after.version
   finally:
-    memory.rm("/set", recursive=True)
+    files.rm("/set", recursive=True)
+
+
+class Hub(memory.MemoryFileSystem):
+  """A file system as that of a hub: content ids, and errors of its own."""
+
+  protocol = "testhub"
+  store: ClassVar[dict] = {}
+  error: Exception | None = None
+
+  @classmethod
+  def _strip_protocol(cls, path):
+    return super()._strip_protocol(path.removeprefix("testhub:/"))
+
+  def find(self, path, **kwargs):
+    if self.error:
+      raise self.error
+    found = super().find(path, **kwargs)
+    for info in found.values():
+      # Of what is told besides not all is the same every time.
+      info |= {"blob_id": "0123abcd", "last_commit": object()}
+    return found
+
+  def _open(self, path, *args, **kwargs):
+    if self.error:
+      raise self.error
+    return super()._open(path, *args, **kwargs)
+
+
+class HubError(Exception):
+  """Derived from nothing that we know of."""
+
+
+@pytest.fixture
+def hub(monkeypatch):
+  fsspec.register_implementation("testhub", Hub, clobber=True)
+  hub = fsspec.filesystem("testhub", skip_instance_cache=True)
+  hub.pipe("/set/a.txt", b"here")
+  monkeypatch.setattr(Hub, "error", None)
+  yield hub
+  Hub.store.clear()
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_version_is_the_content_id():
+  (file,) = sources.find_files("testhub://set")
+  assert file.version == "4:0123abcd"
+  assert read("testhub://set") == (["here"], [])
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+  (file,) = sources.find_files("testhub://set")
+  monkeypatch.setattr(Hub, "error", HubError("no\n  route"))
+  for location, message in (
+    ("testhub://set", r"corpus='testhub://set' cannot be .*; copy the files"),
+    ("testhub://set/*", r"cannot be read \(HubError: no route\); copy the f"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      sources.find_files(location)
+  with pytest.raises(ValueError, match=r"set/a\.txt cannot be read \(HubError"):
+    next(
+      file.documents(
+        name="x", text_field="text", report_undecodable=pytest.fail
+      )
+    )
+
+
+def test_a_parquet_file_damaged_within_is_named(tmp_path):
+  path = tmp_path / "a.parquet"
+  write_parquet(path, [f"row {i}" for i in range(3000)])
+  content = bytearray(path.read_bytes())
+  content[4:4000] = b"\xff" * 3996
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=r"a\.parquet cannot be read"):
+    read(path)
 
 
 def test_file_urls(tmp_path):

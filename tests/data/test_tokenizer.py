@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 
+import fsspec
 import hypothesis
 import pytest
 import tokenizers
 from hypothesis import strategies as st
-from tokenizers import models
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from twell_jax.data import tokenizer as tokenizer_lib
 
@@ -123,6 +124,47 @@ def test_loaded_tokenizer_is_not_cut_short_or_padded(tmp_path, trained):
   assert loaded.encode(TEXTS[0]) == trained.encode(TEXTS[0])
   assert loaded.encode_batch(TEXTS) == trained.encode_batch(TEXTS)
   assert loaded.key == trained.key
+
+
+def test_a_published_tokenizer_by_url():
+  """With the special tokens and pieces of SmolLM2's."""
+  special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"]
+  published = tokenizers.Tokenizer(models.BPE())
+  published.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Digits(individual_digits=True),
+      pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+  )
+  published.decoder = decoders.ByteLevel()
+  published.train_from_iterator(
+    TEXTS,
+    trainer=trainers.BpeTrainer(
+      vocab_size=280,
+      special_tokens=special,
+      initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+      show_progress=False,
+    ),
+  )
+  files = fsspec.filesystem("memory")
+  files.pipe("/ORG/NAME/tokenizer.json", published.to_str().encode())
+  try:
+    loaded = tokenizer_lib.load_tokenizer("memory://ORG/NAME/tokenizer.json")
+  finally:
+    files.rm("/ORG", recursive=True)
+  assert (loaded.vocab_size, loaded.eos_id) == (280, 0)
+  text = "<|im_end|> 2026\n größer<|endoftext|>"
+  ids = loaded.encode(text)
+  assert loaded.decode(ids) == text
+  # Text that spells a special token is text, and a digit is a token.
+  assert not set(ids) & {0, 1, 2, 3}
+  assert [loaded.decode([i]) for i in loaded.encode("2026")] == list("2026")
+
+
+def test_a_url_that_cannot_be_read():
+  url = "memory://ORG/absent.json"
+  with pytest.raises(ValueError, match=r"absent\.json' cannot .*; bring the f"):
+    tokenizer_lib.load_tokenizer(url)
 
 
 def test_loading_errors(tmp_path):

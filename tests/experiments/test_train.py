@@ -54,14 +54,27 @@ def whole(overrides, environment, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(whole, overrides, environment, tmp_path_factory):
-  """A run that SIGKILL ends at a step that differs from test to test."""
+  """A run that SIGKILL ends twice, at steps that differ from test to test.
+
+  The second time it is about to write a checkpoint.
+  """
   del whole  # has prepared the text and compiled the programs
   workdir = tmp_path_factory.mktemp("runs") / "broken"
-  stopped = stop(
-    arguments(workdir, overrides),
+  command = arguments(workdir, overrides)
+  first = stop(
+    command,
     workdir,
     signal.SIGKILL,
-    after_step=random.randint(CHECKPOINT_EVERY + 1, STEPS // 2 - 2),
+    after_step=random.randint(CHECKPOINT_EVERY + 1, STEPS // 2 - 4),
+    environment=environment,
+  )
+  assert first.returncode == -signal.SIGKILL, first.stderr
+  stopped = stop(
+    [*command, "--resume"],
+    workdir,
+    signal.SIGKILL,
+    after_step=first.train_steps[-1] + 1,
+    while_saving=True,
     environment=environment,
   )
   return workdir, stopped
@@ -96,16 +109,32 @@ def arguments(workdir, overrides):
   return ["-m", "experiments.train", f"--workdir={workdir}", *flags]
 
 
-def stop(arguments, workdir, number, *, after_step, environment):
+def stop(
+  arguments,
+  workdir,
+  number,
+  *,
+  after_step,
+  environment,
+  while_saving=False,
+  delay_s=0.0,
+):
   """Runs a program and sends it a signal after a step and a checkpoint."""
   with programs.start(arguments, environment=environment) as program:
     while program.process.poll() is None:
       records = training.read_metrics(workdir, kind="train")
       saved = training.saved_steps(workdir / "checkpoints")
-      if saved and records and records[-1]["step"] >= after_step:
+      begun = any((workdir / "checkpoints").glob("*checkpoint-tmp*"))
+      if (
+        saved
+        and records
+        and records[-1]["step"] >= after_step
+        and (begun or not while_saving)
+      ):
+        time.sleep(delay_s)
         program.process.send_signal(number)
         break
-      time.sleep(0.01)
+      time.sleep(0.002 if while_saving else 0.01)
     result = program.result()
   return Stopped(
     result.returncode,
@@ -210,3 +239,37 @@ def test_the_interruptions_leave_no_trace(continued, whole, overrides):
     final_parameters(workdir, overrides),
     final_parameters(unbroken_workdir, overrides),
   )
+
+
+@pytest.mark.slow
+def test_twenty_kills_leave_no_trace(overrides, environment, tmp_path):
+  long = overrides | {"steps": 160, "checkpoint.every_steps": 2}
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  process = programs.run(arguments(whole, long), environment=environment)
+  assert process.returncode == 0, process.stderr
+  rng = random.Random()
+  for kill in range(20):
+    kept = training.saved_steps(broken / "checkpoints")
+    records = training.read_metrics(broken, kind="train")
+    stopped = stop(
+      [*arguments(broken, long), *(["--resume"] if kept else [])],
+      broken,
+      signal.SIGKILL,
+      # Those after the checkpoint are removed when the run begins.
+      after_step=(records[-1]["step"] if records else 0) + rng.randint(1, 5),
+      while_saving=kill % 2 == 1,
+      delay_s=rng.random() * 0.05,
+      environment=environment,
+    )
+    assert stopped.returncode == -signal.SIGKILL, stopped.stderr
+    # A record of each step up to the kill.
+    assert stopped.train_steps == list(range(1, len(stopped.train_steps) + 1))
+  assert len(stopped.train_steps) < 160
+  process = programs.run(
+    [*arguments(broken, long), "--resume"], environment=environment
+  )
+  assert process.returncode == 0, process.stderr
+  for kind in ("train", "held_out"):
+    assert exact_records(broken, kind) == exact_records(whole, kind)
+  names = [path.name for path in (broken / "checkpoints").iterdir()]
+  assert all(name.isdecimal() for name in names), names

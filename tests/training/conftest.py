@@ -1,6 +1,7 @@
 """A run small enough to train in a test."""
 
 import dataclasses
+import os
 import types
 
 import grain
@@ -19,8 +20,11 @@ SEQ = 6
 @pytest.fixture(scope="session", autouse=True)
 def _compilation_cache(tmp_path_factory):
   """Compiles each program once in a session, not once in every test."""
+  folder = tmp_path_factory.getbasetemp()
+  if "PYTEST_XDIST_WORKER" in os.environ:
+    folder = folder.parent  # of all workers
   options = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+    "jax_compilation_cache_dir": str(folder / "compiled"),
     "jax_persistent_cache_min_compile_time_secs": 0.0,
   }
   previous = {name: getattr(jax.config, name) for name in options}
@@ -29,6 +33,16 @@ def _compilation_cache(tmp_path_factory):
   yield
   for name, value in previous.items():
     jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_fast():
+  """Half of the time would go into making fast what runs once."""
+  name = "jax_disable_most_optimizations"
+  previous = jax.config.read(name)
+  jax.config.update(name, True)
+  yield
+  jax.config.update(name, previous)
 
 
 @pytest.fixture(scope="session")

@@ -7,40 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from tests.training.runs import OPTIONS, STEPS, exact
 from twell_jax import training
 from twell_jax.nn import Partitioning
-
-STEPS = 12
-OPTIONS = training.TrainOptions(
-  steps=STEPS,
-  optimizer=training.OptimizerOptions(learning_rate=3e-2, warmup_steps=2),
-  l1=training.L1Options(coefficient=1e-3, start_step=2, warmup_steps=4),
-  log_every_steps=1,
-  eval_every_steps=5,
-  checkpoint_every_steps=8,
-)
-
-
-@pytest.fixture
-def run(tmp_path, config, corpus, single_mesh):
-  """Trains the tiny model in a folder of the test's own, by its name."""
-
-  def start(name, *, batches=None, **changes):
-    options = {
-      field.name: changes.pop(field.name)
-      for field in dataclasses.fields(OPTIONS)
-      if field.name in changes
-    }
-    arguments = {"held_out": corpus.held_out, "mesh": single_mesh} | changes
-    return training.train(
-      arguments.pop("config", config),
-      dataclasses.replace(OPTIONS, **options),
-      batches=corpus.batches() if batches is None else batches,
-      workdir=tmp_path / name,
-      **arguments,
-    )
-
-  return start
 
 
 def stop_in(corpus, step):
@@ -54,14 +23,6 @@ def stop_in(corpus, step):
     return batch
 
   return corpus.batches(on_batch)
-
-
-def exact(directory, kind="train"):
-  """What must not depend on interruptions: everything but the speed."""
-  records = training.read_metrics(directory, kind=kind)
-  for record in records:
-    record.pop("tokens_per_s", None)
-  return records
 
 
 # All that is remembered between steps besides parameters and moments.

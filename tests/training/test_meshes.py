@@ -54,16 +54,6 @@ def mesh_of(shape):
   )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-  """Half of the time would go into making fast what runs once."""
-  name = "jax_disable_most_optimizations"
-  previous = jax.config.read(name)
-  jax.config.update(name, True)
-  yield
-  jax.config.update(name, previous)
-
-
 @pytest.fixture(scope="module")
 def config(config):
   # Divisible by every axis.
@@ -83,8 +73,17 @@ def step_of(config, batch):
   return step
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "1x1x1"])
+@pytest.mark.parametrize(
+  ("layer", "mesh"),
+  [
+    *(("xla", mesh) for mesh in MESHES if mesh != "1x1x1"),
+    ("reference", "2x1x2"),
+    *(
+      pytest.param("reference", mesh, marks=pytest.mark.slow)
+      for mesh in ("4x1x1", "1x4x1", "1x1x4")
+    ),
+  ],
+)
 def test_same_as_on_one_device(layer, mesh, step_of):
   assert_same_step(step_of(layer, "1x1x1"), step_of(layer, mesh))
 
@@ -100,17 +99,8 @@ def test_micro_batches_on_a_mesh(config, batch, step_of):
   assert_same_step(step_of("xla", "1x1x1"), (before, split))
 
 
-@pytest.mark.parametrize(
-  "mesh",
-  [
-    "2x1x2",
-    *(
-      pytest.param(name, marks=pytest.mark.slow)
-      for name in MESHES
-      if name != "2x1x2"
-    ),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_interpreted_kernels(mesh, config, batch, monkeypatch):
   """In bfloat16, as the kernels compute; the exact step is in float32.
 

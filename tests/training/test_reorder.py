@@ -50,6 +50,7 @@ def make_state(model, optimizer, *, moments):
     rng=jax.random.key(0),
     silent_tokens=jnp.asarray(rng.integers(0, 99, (LAYERS, D_FF), np.int32)),
     l1_control=jax.tree.map(zeros, abstract.l1_control),
+    skipped=jax.tree.map(zeros, abstract.skipped),
   )
   return jax.device_put(state, jax.tree.map(lambda a: a.sharding, abstract))
 

@@ -11,6 +11,7 @@ from absl import logging
 
 from twell_jax.data import corpus as corpus_lib
 from twell_jax.data import pipeline, shards
+from twell_jax.data import sources as sources_lib
 from twell_jax.data import tokenizer as tokenizer_lib
 from twell_jax.data import tokens as tokens_lib
 
@@ -79,7 +80,8 @@ def load_data(
     vocab_size: the number of ids. A tokenizer.json must have exactly as many.
     seq_len: positions per sequence.
     batch_size: sequences per batch, over all shards.
-    held_out_fraction: the expected part of documents to hold out.
+    held_out_fraction: the expected part of documents to hold out; of token
+      shards made before, whether there must be such a part.
     max_documents: how many documents to use; 0 uses all.
     store: "array" copies the text and keeps all ids in one file; "shards" reads
       the text once, into a file of ids for each of its own (see `shards`), and
@@ -114,7 +116,7 @@ def load_data(
     )
   source = _Source(corpus, text_field, held_out_fraction, max_documents)
   if isinstance(corpus, str) and corpus.startswith(TOKENS):
-    splits = _open_shards(corpus.removeprefix(TOKENS), tokenizer)
+    splits = _open_shards(source, corpus.removeprefix(TOKENS), tokenizer)
     _check_vocab_size(vocab_size, splits.tokenizer, corpus)
   elif store == "shards":
     splits = _make_shards(source, tokenizer, vocab_size, cache_dir=cache_dir)
@@ -199,7 +201,7 @@ def tokenize_corpus(
       " data.tokenizer to a tokenizer.json"
     )
   locations = [corpus] if isinstance(corpus, str) else list(corpus)
-  sources = corpus_lib.find_sources(locations)
+  sources = sources_lib.in_parts(corpus_lib.find_sources(locations))
   directory = shards.shards_directory(
     sources,
     loaded,
@@ -226,8 +228,17 @@ class _Source(NamedTuple):
   max_documents: int
 
 
-def _open_shards(directory: str, tokenizer: str) -> shards.Shards:
+def _open_shards(
+  source: _Source, directory: str, tokenizer: str
+) -> shards.Shards:
+  _check_no_max_documents(source)
   opened = shards.open_shards(directory)
+  if source.held_out_fraction > 0 and not opened.held_out:
+    raise ValueError(
+      f"held_out_fraction = {source.held_out_fraction}, and the token shards in"
+      f" {directory} hold out nothing: set it to 0, or tokenise the corpus"
+      " again with a part held out"
+    )
   if tokenizer:
     given = tokenizer_lib.load_tokenizer(tokenizer)
     if given.key != opened.tokenizer.key:
@@ -245,11 +256,7 @@ def _make_shards(
   *,
   cache_dir: str | os.PathLike[str],
 ) -> shards.Shards:
-  if source.max_documents:
-    raise ValueError(
-      f"max_documents = {source.max_documents} does not go with store ="
-      " 'shards', whose shards are made apart from each other: name fewer files"
-    )
+  _check_no_max_documents(source)
   directory = tokenize_corpus(
     corpus=source.corpus,
     tokenizer=tokenizer,
@@ -259,6 +266,14 @@ def _make_shards(
     cache_dir=cache_dir,
   )
   return shards.open_shards(directory)
+
+
+def _check_no_max_documents(source: _Source) -> None:
+  if source.max_documents:
+    raise ValueError(
+      f"max_documents = {source.max_documents} does not go with token shards,"
+      " which are made apart from each other: name fewer files"
+    )
 
 
 def _make_arrays(

@@ -1,14 +1,14 @@
 """Token shards: a corpus too large for one array, or for one machine to make.
 
-One shard holds the tokens of one source, a file or a data set, and is a
-directory of its own, complete or absent:
+One shard holds the tokens of one source, a file or as much of a TFDS set, and
+is a directory of its own, complete or absent:
 
   DIRECTORY/
     tokenizer.json, manifest.json     what all shards are made with and from
     shard-00000-of-00002/
       train.npy                       document, end of text, document, ...
       held_out.npy                    the same, of the documents held out
-      summary.json                    how much went into each
+      summary.json                    from what, and how much went into each
     shard-00001-of-00002/...
 
 Shards are made by as many processes as are wanted, on one machine or on several
@@ -18,6 +18,7 @@ read once and not copied.
 """
 
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import functools
 import json
@@ -108,12 +109,13 @@ def make_shards(
     directory: Belongs to exactly these arguments (`shards_directory`).
     text_field: The field of records that holds the text.
     held_out_fraction: The expected part of documents to hold out; in [0, 1).
-    workers: Processes that tokenise, each a source at a time.
+    workers: Processes that tokenise, each a source at a time; they share the
+      cores. One uses all cores.
     part: Which of the shards are made here; all if None.
 
   Raises:
-    ValueError: A number out of range, or a source that cannot be read; shards
-      that are finished remain.
+    ValueError: A number out of range, or a source that cannot be read.
+    ChildProcessError: A worker died. Shards that are finished remain.
   """
   part = part or Part()
   if not 0 <= held_out_fraction < 1:
@@ -153,12 +155,19 @@ def make_shards(
   with concurrent.futures.ProcessPoolExecutor(
     min(workers, len(missing)),
     mp_context=multiprocessing.get_context("spawn"),
+    initializer=_share_cores,
+    initargs=(min(workers, len(missing)),),
   ) as executor:
     try:
       for done in concurrent.futures.as_completed(
         [executor.submit(_make_shard, job) for job in missing]
       ):
         done.result()
+    except concurrent.futures.process.BrokenProcessPool as error:
+      raise ChildProcessError(
+        f"one of {workers=} died, as it does when memory runs out: start again"
+        " with fewer, which keeps the shards that are finished"
+      ) from error
     except BaseException:
       executor.shutdown(cancel_futures=True)
       raise
@@ -191,7 +200,9 @@ def open_shards(directory: str | os.PathLike[str]) -> Shards:
   for path in paths:
     summary = _read_json(path / _SUMMARY)
     for split in splits:
-      ids = token_file.TokenFile(path / f"{split}.npy")
+      ids = token_file.TokenFile(
+        path / f"{split}.npy", vocab_size=tokenizer.vocab_size
+      )
       if len(ids) >= 2:  # Otherwise there is nothing to predict.
         found[split].append(tokens.TokenizedSplit(ids, **summary[split]))
   for split in splits:
@@ -211,28 +222,29 @@ class _Job(NamedTuple):
   held_out_fraction: float
 
 
+def _share_cores(workers: int) -> None:
+  """Keeps the threads of the tokenizers of all workers to one for each core."""
+  threads = max((os.cpu_count() or 1) // workers, 1)
+  # A user's own choice stands.
+  os.environ.setdefault("RAYON_NUM_THREADS", str(threads))
+
+
 def _make_shard(job: _Job) -> None:
   tokenizer = _tokenizer_of(job.directory.parent)
   splits = [builder.TRAIN] + [builder.HELD_OUT] * (job.held_out_fraction > 0)
   with storage.complete_directory(job.directory) as partial:
-    with contextlib.ExitStack() as stack:
-      held_out = []
-
-      def train_documents() -> Iterator[str]:
-        for text in _texts(job):
-          if builder.content_fraction(text) < job.held_out_fraction:
-            held_out.append(text)
-          else:
-            yield text
-
-      summary = {}
-      for split in splits:
-        file = stack.enter_context(open(partial / f"{split}.npy", "xb"))
-        writer = token_file.TokenWriter(file, vocab_size=tokenizer.vocab_size)
-        texts = train_documents() if split == builder.TRAIN else held_out
-        summary[split] = tokens.write_documents(writer, texts, tokenizer)
-        writer.finish()
-    (partial / _SUMMARY).write_text(json.dumps(summary))
+    with contextlib.ExitStack() as files:
+      writers = {
+        split: tokens.DocumentWriter(
+          files.enter_context(open(partial / f"{split}.npy", "xb")), tokenizer
+        )
+        for split in splits
+      }
+      for text in _texts(job):
+        held_out = builder.content_fraction(text) < job.held_out_fraction
+        writers[builder.HELD_OUT if held_out else builder.TRAIN].add(text)
+      summary = {split: writer.finish() for split, writer in writers.items()}
+    (partial / _SUMMARY).write_text(json.dumps({"source": job.name, **summary}))
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,22 +14,27 @@ serves wherever a path does; the package of a protocol (huggingface_hub for
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import posixpath
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import fsspec
 import fsspec.core
 import tensorflow_datasets as tfds
 
+from twell_jax.data import remote
+
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 RECORD_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES = TEXT_SUFFIXES + RECORD_SUFFIXES
 
 _PARQUET_ROWS_PER_BATCH = 1024
+# How file systems without times of change call what names a file's content.
+_CONTENT_IDS = ("blob_id", "ETag", "etag")
 
 
 class Document(NamedTuple):
@@ -92,7 +97,13 @@ class TextFile:
   ) -> Iterator[Document]:
     """Yields the file's documents (see `Source.documents`)."""
     suffix = _suffix(self.path)
-    with self.filesystem.open(self.path, "rb") as file:
+    with (
+      remote.read_errors(
+        self.location,
+        remedy="try again, which keeps what is finished, or copy the file here",
+      ),
+      self.filesystem.open(self.path, "rb") as file,
+    ):
       if suffix == ".jsonl":
         texts = _json_lines_texts(file, self.location, text_field)
       elif suffix == ".parquet":
@@ -116,7 +127,8 @@ def find_files(location: str) -> list[TextFile]:
   Folders are searched recursively, without hidden files and `__pycache__`.
 
   Raises:
-    ValueError: nothing is there, or nothing with an accepted suffix.
+    ValueError: nothing is there, or nothing with an accepted suffix, or it
+      cannot be looked at.
   """
   try:
     filesystem, path = fsspec.core.url_to_fs(location)
@@ -125,18 +137,21 @@ def find_files(location: str) -> list[TextFile]:
     raise ValueError(f"corpus={location!r}: {error}") from error
   accepted = f"accepted are {' '.join(SUFFIXES)}"
   is_folder = False
-  if filesystem.isfile(path):
-    infos = {path: filesystem.info(path)}
-  elif filesystem.isdir(path):
-    infos = filesystem.find(path, detail=True)
-    is_folder = True
-  else:
-    infos = filesystem.glob(path, detail=True)
-    if not infos:
-      raise ValueError(
-        f"corpus={location!r}: there is no such file or folder and nothing"
-        f" matches it as a pattern; {accepted}"
-      )
+  with remote.read_errors(
+    f"corpus={location!r}", remedy="copy the files here and give their path"
+  ):
+    if filesystem.isfile(path):
+      infos = {path: filesystem.info(path)}
+    elif filesystem.isdir(path):
+      infos = filesystem.find(path, detail=True)
+      is_folder = True
+    else:
+      infos = filesystem.glob(path, detail=True)
+  if not infos and not is_folder:
+    raise ValueError(
+      f"corpus={location!r}: there is no such file or folder and nothing"
+      f" matches it as a pattern; {accepted}"
+    )
   files = [
     TextFile(filesystem, found, _version(filesystem, found, info))
     for found, info in sorted(infos.items())
@@ -160,11 +175,36 @@ def local_file(path: pathlib.Path) -> TextFile:
 
 @dataclasses.dataclass(frozen=True)
 class NamedSet:
-  """The train split of a data set that TFDS knows by name; a `Source`."""
+  """The train split of a data set that TFDS knows by name; a `Source`.
+
+  Attributes:
+    location: The name, in full.
+    version: Changes when the content does.
+    data: A TFDS data source.
+    rows: Which of its examples.
+    num_files: In how many files they are.
+  """
 
   location: str
   version: str
   data: Any = dataclasses.field(repr=False, compare=False)
+  rows: range
+  num_files: int
+
+  def parts(self) -> list["NamedSet"]:
+    """Itself in runs of examples, about as many as there are files."""
+    rows = len(self.rows)
+    count = max(min(self.num_files, rows), 1)
+    bounds = [rows * i // count for i in range(count + 1)]
+    return [
+      dataclasses.replace(
+        self,
+        location=f"{self.location}[{start}:{stop}]",
+        rows=self.rows[start:stop],
+        num_files=1,
+      )
+      for start, stop in itertools.pairwise(bounds)
+    ]
 
   def documents(
     self,
@@ -174,7 +214,7 @@ class NamedSet:
     report_undecodable: Callable[[str], None],
   ) -> Iterator[Document]:
     """Yields the split's documents (see `Source.documents`)."""
-    for index in range(len(self.data)):
+    for index in self.rows:
       example = self.data[index]
       if text_field not in example:
         raise ValueError(
@@ -222,7 +262,17 @@ def find_named_set(name: str) -> NamedSet:
     location=f"tfds:{builder.info.full_name}",
     version=f"{split.num_examples}:{split.num_bytes}",
     data=builder.as_data_source(split="train"),
+    rows=range(split.num_examples),
+    num_files=split.num_shards,
   )
+
+
+def in_parts(sources: Sequence[Source]) -> list[Source]:
+  """Sources of which none holds more than a file."""
+  parts: list[Source] = []
+  for source in sources:
+    parts += source.parts() if isinstance(source, NamedSet) else [source]
+  return parts
 
 
 def short_names(locations: list[str]) -> list[str]:
@@ -256,7 +306,9 @@ def _version(
 ) -> str:
   if "mtime" in info:
     return f"{info['size']}:{info['mtime']!r}"
-  # Other file systems know the content by an ETag, a blob id or the like.
+  for name in _CONTENT_IDS:
+    if info.get(name):
+      return f"{info['size']}:{info[name]}"
   return filesystem.ukey(path)
 
 

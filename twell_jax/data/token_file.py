@@ -8,6 +8,8 @@ from typing import BinaryIO
 import numpy as np
 from jaxtyping import UInt
 
+_DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
+
 
 class TokenFile:
   """The ids of a .npy file, of which slices are read when they are asked for.
@@ -17,14 +19,19 @@ class TokenFile:
   files need no descriptors.
   """
 
-  def __init__(self, path: str | os.PathLike[str]):
+  def __init__(self, path: str | os.PathLike[str], *, vocab_size: int):
     """Reads the header.
+
+    Args:
+      path: Of the file.
+      vocab_size: What ids that are read must be below.
 
     Raises:
       ValueError: The file is missing, is no list of ids, or has another size
         than its header says.
     """
     self.path = pathlib.Path(path)
+    self._vocab_size = vocab_size
     try:
       with open(self.path, "rb") as file:
         np.lib.format.read_magic(file)
@@ -36,8 +43,13 @@ class TokenFile:
         f"no token ids can be read from {self.path} ({error}):"
         f" {_remedy(self.path)}"
       ) from error
-    expected = self._offset + int(np.prod(shape)) * dtype.itemsize
-    if len(shape) != 1 or size != expected:
+    if len(shape) != 1 or dtype not in _DTYPES:
+      raise ValueError(
+        f"{self.path} holds {dtype} {list(shape)}, not a list of token ids:"
+        f" {_remedy(self.path)}"
+      )
+    expected = self._offset + shape[0] * dtype.itemsize
+    if size != expected:
       raise ValueError(
         f"{self.path} has {size} bytes and by its header {expected}:"
         f" {_remedy(self.path)}"
@@ -70,6 +82,11 @@ class TokenFile:
         f"{self.path} was cut short: ids {start} to {stop} are not there;"
         f" {_remedy(self.path)}"
       )
+    if count and ids.max() >= self._vocab_size:
+      raise ValueError(
+        f"{self.path} is damaged: among ids {start} to {stop} is {ids.max()},"
+        f" of a vocabulary of {self._vocab_size}; {_remedy(self.path)}"
+      )
     return ids
 
   def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
@@ -89,7 +106,8 @@ class TokenWriter:
       vocab_size: Decides whether an id takes 16 bits or 32.
     """
     self._file = file
-    self._dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    narrow, wide = _DTYPES
+    self._dtype = narrow if vocab_size <= 2**16 else wide
     self.num_tokens = 0
     self._write_header()
     self._header_bytes = file.tell()

@@ -15,7 +15,7 @@ import fsspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from twell_jax.data import storage
+from twell_jax.data import remote, storage
 
 END_OF_TEXT = "<|endoftext|>"
 # How published tokenizers call the end of a document, commonest first.
@@ -208,15 +208,13 @@ def _read(path: str) -> bytes:
     if not os.path.isfile(path):
       raise ValueError(f"tokenizer={path!r}: there is no such tokenizer.json")
     return pathlib.Path(path).read_bytes()
-  try:
-    with fsspec.open(path, "rb") as file:
-      return file.read()
-  # What a protocol raises is its own: huggingface_hub has errors of many kinds.
-  except Exception as error:
-    raise ValueError(
-      f"tokenizer={path!r} cannot be read ({type(error).__name__}: {error});"
-      " bring the file here and give its path"
-    ) from error
+  with (
+    remote.read_errors(
+      f"tokenizer={path!r}", remedy="bring the file here and give its path"
+    ),
+    fsspec.open(path, "rb") as file,
+  ):
+    return file.read()
 
 
 def _with_end_of_text(

@@ -29,6 +29,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import (
+  BinaryIO,
   Literal,
   NamedTuple,
   NotRequired,
@@ -123,12 +124,15 @@ def tokenize_split(
   if not directory.exists():
     with storage.complete_directory(directory) as partial:
       with open(partial / "tokens.npy", "xb") as file:
-        writer = token_file.TokenWriter(file, vocab_size=tokenizer.vocab_size)
-        summary = write_documents(writer, documents, tokenizer)
-        writer.finish()
+        writer = DocumentWriter(file, tokenizer)
+        for text in documents:
+          writer.add(text)
+        summary = writer.finish()
       (partial / "summary.json").write_text(json.dumps(summary))
   return TokenizedSplit(
-    tokens=token_file.TokenFile(directory / "tokens.npy"),
+    tokens=token_file.TokenFile(
+      directory / "tokens.npy", vocab_size=tokenizer.vocab_size
+    ),
     **json.loads((directory / "summary.json").read_text()),
   )
 
@@ -257,36 +261,44 @@ class _Piece(NamedTuple):
   ends_document: bool
 
 
-def write_documents(
-  writer: token_file.TokenWriter,
-  documents: Iterable[str],
-  tokenizer: tokenizer_lib.TextTokenizer,
-) -> dict[str, int]:
-  """Writes the ids of documents; returns `num_documents` and `num_bytes`."""
-  num_documents = num_bytes = 0
-  for batch in _batches(documents):
-    ids = tokenizer.encode_batch([piece.text for piece in batch])
-    for piece, piece_ids in zip(batch, ids, strict=True):
-      num_bytes += len(piece.text.encode())
-      if piece.ends_document:
-        piece_ids.append(tokenizer.eos_id)
-        num_documents += 1
-      writer.write(piece_ids)
-  return {"num_documents": num_documents, "num_bytes": num_bytes}
+class DocumentWriter:
+  """Tokenises documents into a new .npy file, as they come.
 
+  About a million characters wait in memory to be tokenised together.
+  """
 
-def _batches(documents: Iterable[str]) -> Iterator[list[_Piece]]:
-  batch: list[_Piece] = []
-  num_characters = 0
-  for text in documents:
+  def __init__(self, file: BinaryIO, tokenizer: tokenizer_lib.TextTokenizer):
+    """Begins the file, which is open for writing and empty."""
+    self._writer = token_file.TokenWriter(file, vocab_size=tokenizer.vocab_size)
+    self._tokenizer = tokenizer
+    self._waiting: list[_Piece] = []
+    self._num_characters = 0
+    self._num_documents = 0
+    self._num_bytes = 0
+
+  def add(self, text: str) -> None:
+    """Appends a document and the end of it."""
     for piece in _pieces(text):
-      batch.append(piece)
-      num_characters += len(piece.text)
-      if num_characters >= _CHARACTERS_PER_BATCH:
-        yield batch
-        batch, num_characters = [], 0
-  if batch:
-    yield batch
+      self._waiting.append(piece)
+      self._num_characters += len(piece.text)
+      if self._num_characters >= _CHARACTERS_PER_BATCH:
+        self._write()
+
+  def finish(self) -> dict[str, int]:
+    """Completes the file; returns `num_documents` and `num_bytes`."""
+    self._write()
+    self._writer.finish()
+    return {"num_documents": self._num_documents, "num_bytes": self._num_bytes}
+
+  def _write(self) -> None:
+    ids = self._tokenizer.encode_batch([piece.text for piece in self._waiting])
+    for piece, piece_ids in zip(self._waiting, ids, strict=True):
+      self._num_bytes += len(piece.text.encode())
+      if piece.ends_document:
+        piece_ids.append(self._tokenizer.eos_id)
+        self._num_documents += 1
+      self._writer.write(piece_ids)
+    self._waiting, self._num_characters = [], 0
 
 
 def _pieces(text: str) -> Iterator[_Piece]:

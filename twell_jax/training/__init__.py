@@ -9,13 +9,14 @@ from twell_jax.training.dead_neurons import (
   DeadNeuronOptions,
   reinitialize_dead,
 )
-from twell_jax.training.evaluation import HeldOut, evaluate
-from twell_jax.training.loop import (
-  TrainOptions,
-  TrainResult,
-  check_run,
-  train,
+from twell_jax.training.distributed import (
+  CLUSTERS,
+  first_process_first,
+  is_first,
+  join_processes,
 )
+from twell_jax.training.evaluation import HeldOut, evaluate
+from twell_jax.training.loop import TrainResult, check_run, train
 from twell_jax.training.metrics import (
   MetricsWriter,
   StepSummary,
@@ -33,8 +34,15 @@ from twell_jax.training.optimizer import (
   learning_rate_schedule,
   make_optimizer,
 )
+from twell_jax.training.options import TrainOptions, Updates, make_updates
 from twell_jax.training.reorder import make_reorder
-from twell_jax.training.sharding import check_batch_size, make_mesh, place_batch
+from twell_jax.training.sharding import (
+  DataShard,
+  check_batch_size,
+  data_shard,
+  make_mesh,
+  place_batch,
+)
 from twell_jax.training.state import (
   Model,
   TrainState,
@@ -45,7 +53,9 @@ from twell_jax.training.state import (
 from twell_jax.training.step import make_eval_step, make_train_step
 
 __all__ = [
+  "CLUSTERS",
   "Checkpoints",
+  "DataShard",
   "DeadNeuronOptions",
   "HeldOut",
   "L1Options",
@@ -56,14 +66,19 @@ __all__ = [
   "TrainOptions",
   "TrainResult",
   "TrainState",
+  "Updates",
   "abstract_model",
   "abstract_state",
   "check_batch_size",
   "check_run",
   "coefficient_from_published",
   "config_differences",
+  "data_shard",
   "evaluate",
+  "first_process_first",
   "initial_state",
+  "is_first",
+  "join_processes",
   "l1_feedback",
   "l1_schedule",
   "learning_rate_schedule",
@@ -72,6 +87,7 @@ __all__ = [
   "make_optimizer",
   "make_reorder",
   "make_train_step",
+  "make_updates",
   "place_batch",
   "read_metrics",
   "reinitialize_dead",

@@ -1,4 +1,8 @@
-"""Stopping a run between two steps when a signal asks for it."""
+"""Stopping a run between two steps when a signal asks for it.
+
+Of several processes, one that a signal reaches stops all of them after the same
+step: `distributed.make_vote` makes one decision of their wishes.
+"""
 
 import contextlib
 import signal
@@ -35,7 +39,7 @@ def catch_interrupts() -> Iterator[Interrupt]:
     interrupt.requested = True
     restore()
     logging.warning(
-      "%s: saving after this step; once more ends without saving",
+      "%s: saving and ending soon; once more ends without saving",
       signal.Signals(number).name,
     )
 

@@ -1,14 +1,14 @@
 """The training loop."""
 
 import contextlib
-import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import grain
+import jax
 from absl import logging
 from jax.sharding import Mesh
 
@@ -18,27 +18,23 @@ from twell_jax.training.checkpointing import (
   config_differences,
   saved_steps,
 )
-from twell_jax.training.dead_neurons import (
-  DeadNeuronOptions,
-  check_reinitialization,
-)
+from twell_jax.training.dead_neurons import check_reinitialization
+from twell_jax.training.distributed import make_vote
 from twell_jax.training.evaluation import HeldOut, evaluate
+from twell_jax.training.health import check_health
 from twell_jax.training.interrupts import catch_interrupts
-from twell_jax.training.metrics import summarize
-from twell_jax.training.objective import (
-  L1Options,
-  check_target,
-  l1_feedback,
-  l1_schedule,
-)
-from twell_jax.training.optimizer import (
-  OptimizerOptions,
-  learning_rate_schedule,
-  make_optimizer,
-)
+from twell_jax.training.metrics import StepSummary, summarize
+from twell_jax.training.objective import check_target
+from twell_jax.training.optimizer import make_optimizer
+from twell_jax.training.options import TrainOptions, make_updates
 from twell_jax.training.progress import ProgressReport
 from twell_jax.training.reorder import make_reorder
-from twell_jax.training.sharding import HostBatch, place_batch
+from twell_jax.training.sharding import (
+  HostBatch,
+  data_shard,
+  place_batch,
+  replicated,
+)
 from twell_jax.training.state import (
   Model,
   TrainState,
@@ -46,71 +42,10 @@ from twell_jax.training.state import (
   abstract_state,
   initial_state,
 )
-from twell_jax.training.step import make_eval_step, make_train_step
+from twell_jax.training.step import StepStatistics, make_eval_step
+from twell_jax.training.watchdog import watch_peers
 
 CHECKPOINTS_NAME = "checkpoints"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-  """How a run goes.
-
-  Attributes:
-    steps: Updates in all.
-    seed: Decides the initial parameters.
-    accumulation_steps: Micro-batches into which each batch is cut.
-    optimizer: AdamW and its schedule.
-    l1: The schedule of the sparsity coefficient, or its target.
-    dead_neurons: What counts as dead, and whether it is re-initialised.
-    log_every_steps: Steps between records of kind "train".
-    eval_every_steps: Steps between evaluations on held-out text. Every
-      checkpoint and the last step are evaluated too.
-    eval_batches: Held-out batches of an evaluation; 0 is all of them.
-    checkpoint_every_steps: Steps between checkpoints; the last step has one.
-    keep_checkpoints: How many of the latest are kept, besides the best.
-    reorder_neurons_every_steps: Steps between sortings of the neurons of every
-      layer by how often they fired in the step just made, so that the model's
-      `hot_neurons` are those that fire most; 0 is never. Loss and updates are
-      unchanged but for rounding.
-  """
-
-  steps: int
-  seed: int = 0
-  accumulation_steps: int = 1
-  optimizer: OptimizerOptions = dataclasses.field(
-    default_factory=OptimizerOptions
-  )
-  l1: L1Options = dataclasses.field(default_factory=L1Options)
-  dead_neurons: DeadNeuronOptions = dataclasses.field(
-    default_factory=DeadNeuronOptions
-  )
-  log_every_steps: int = 10
-  eval_every_steps: int = 200
-  eval_batches: int = 0
-  checkpoint_every_steps: int = 200
-  keep_checkpoints: int = 3
-  reorder_neurons_every_steps: int = 0
-
-  def __post_init__(self):
-    for name in (
-      "steps",
-      "accumulation_steps",
-      "log_every_steps",
-      "eval_every_steps",
-      "checkpoint_every_steps",
-      "keep_checkpoints",
-    ):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-    if self.eval_batches < 0:
-      raise ValueError(
-        f"eval_batches = {self.eval_batches} is negative: 0 is all of them"
-      )
-    if self.reorder_neurons_every_steps < 0:
-      raise ValueError(
-        "reorder_neurons_every_steps ="
-        f" {self.reorder_neurons_every_steps} is negative: 0 is never"
-      )
 
 
 class TrainResult(NamedTuple):
@@ -147,6 +82,7 @@ def check_run(
       end, neurons that have no order or are never dead, a target that is out of
       reach, or a start that does not fit the checkpoints in workdir.
   """
+  data_shard(mesh)
   check_target(config, options.l1)
   check_reinitialization(config, options.dead_neurons)
   _check_start(pathlib.Path(workdir), start)
@@ -170,19 +106,23 @@ def train(
   """Trains a language model, or goes on training it.
 
   Ctrl-C or SIGTERM ends the run after the current step, with a checkpoint. A
-  resumed run continues as the unbroken one would have.
+  resumed run continues as the unbroken one would have. Several processes
+  (`distributed.join_processes`) all call this; a signal to one of them ends all
+  after the same step, and process 0 writes the metrics.
 
   Args:
     config: The model.
     options: How the run goes.
     mesh: The devices (`make_mesh`).
     batches: Endless input: dicts of "inputs" and "targets" int32 and "weights"
-      float32, [batch, seq]. On several hosts, each yields its own sequences.
+      float32, [batch, seq]. Of several processes, each yields the sequences of
+      its `data_shard`.
     held_out: Batches of the same form, a finite iterable that starts anew each
       time it is iterated.
-    workdir: Holds `checkpoints/`, `metrics.jsonl` and `tensorboard/`.
-    start: "resume" continues from the latest checkpoint in workdir; "fresh"
-      refuses to start where there is one.
+    workdir: Holds `checkpoints/`, `metrics.jsonl` and `tensorboard/`; the same
+      for all processes.
+    start: "resume" continues from the latest checkpoint in workdir that is not
+      damaged; "fresh" refuses to start where there is one.
     run_config: What made this run, of JSON types; saved with each checkpoint,
       and compared on resuming: differences are logged.
 
@@ -192,7 +132,11 @@ def train(
   Raises:
     ValueError: A mesh, batch, schedule or checkpoint that does not fit; before
       anything is written where it can be known.
-    FloatingPointError: The loss became NaN or infinite.
+    FloatingPointError: The loss, the gradient or the state became NaN or
+      infinite, beyond what the options allow. The last checkpoint is from
+      before.
+    OSError: The disk refused a checkpoint or the metrics. Earlier checkpoints
+      are untouched.
   """
   workdir = pathlib.Path(workdir)
   run_config = dict(run_config or {})
@@ -200,18 +144,7 @@ def train(
   check_reinitialization(config, options.dead_neurons)
   _check_start(workdir, start)
   model = abstract_model(config, Partitioning(mesh))
-  optimizer = make_optimizer(options.optimizer, steps=options.steps)
-  train_step = make_train_step(
-    model,
-    optimizer,
-    learning_rate=learning_rate_schedule(
-      options.optimizer, steps=options.steps
-    ),
-    l1_coefficient=l1_schedule(options.l1),
-    accumulation_steps=options.accumulation_steps,
-    dead_neurons=options.dead_neurons,
-    l1_feedback=l1_feedback(options.l1),
-  )
+  optimizer, train_step = make_updates(model, options)
   eval_step = make_eval_step(model)
   reorder_every_steps = options.reorder_neurons_every_steps
   reorder = make_reorder(model, optimizer) if reorder_every_steps else None
@@ -226,6 +159,8 @@ def train(
     )
 
   with contextlib.ExitStack() as stack:
+    # Left last: closing the others waits for peers, too.
+    finished = stack.enter_context(watch_peers(options.stall_timeout_s))
     checkpoints = stack.enter_context(
       Checkpoints(workdir / CHECKPOINTS_NAME, keep=options.keep_checkpoints)
     )
@@ -243,14 +178,13 @@ def train(
         steps=options.steps,
         start_step=step,
         log_every_steps=options.log_every_steps,
-        summarize=functools.partial(
-          summarize,
-          hot_neurons=config.hot_neurons,
-          shards=model.partitioning.neuron_shards,
-        ),
+        summarize=_summarize_for(model),
+        check=functools.partial(check_health, options),
       )
     )
     interrupt = stack.enter_context(catch_interrupts())
+    vote = make_vote(mesh)
+    finished(f"reaching step {step}")
     evaluation = None
     stop = False
 
@@ -270,7 +204,8 @@ def train(
         with report.paused():
           evaluation = evaluate_now(state)
           report.held_out(step, evaluation)
-      stop = interrupt.requested
+        finished(f"the evaluation after step {step}")
+      stop = vote(interrupt.requested)
       if save or stop:
         with report.paused():
           checkpoints.save(
@@ -280,6 +215,7 @@ def train(
             config=run_config,
             held_out_loss=None if evaluation is None else evaluation.loss,
           )
+      finished(f"step {step}")
 
     if evaluation is None and not stop:  # Resumed at its end: nothing was run.
       evaluation = evaluate_now(state)
@@ -290,6 +226,18 @@ def train(
     state=state,
     model=model,
     held_out=evaluation,
+  )
+
+
+def _summarize_for(model: Model) -> Callable[[StepStatistics], StepSummary]:
+  """`summarize` for this model, its results on every device, hence host."""
+  return jax.jit(
+    functools.partial(
+      summarize,
+      hot_neurons=model.config.hot_neurons,
+      shards=model.partitioning.neuron_shards,
+    ),
+    out_shardings=replicated(model.partitioning),
   )
 
 

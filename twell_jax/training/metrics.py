@@ -6,18 +6,23 @@ same numbers go to TensorBoard event files beside it. Continuing a run at step s
 first removes what was written after s, so that no step is recorded twice.
 """
 
+import contextlib
 import functools
 import os
 import pathlib
+import socket
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jsonlines
-import tensorboardX
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
+from tensorboardX.proto import event_pb2, summary_pb2
+from tensorboardX.record_writer import RecordWriter
 
+from twell_jax.training import disk
 from twell_jax.training.step import StepStatistics
 
 JSONL_NAME = "metrics.jsonl"
@@ -55,6 +60,8 @@ class StepSummary(NamedTuple):
     dense_fraction: Tokens computed by dense products, over all, per layer: 1
       while a layer is too active for the sparse ones, then 0, or the share of
       the tokens that overflow.
+    skipped_updates: Updates of the run so far that were left out because their
+      loss or gradient was not finite.
   """
 
   loss: Float[Array, ""]
@@ -75,6 +82,7 @@ class StepSummary(NamedTuple):
   frequent_neurons: Float[Array, "layers"]
   hot_share: Float[Array, "layers"]
   dense_fraction: Float[Array, "layers"]
+  skipped_updates: Int32[Array, ""]
 
 
 @functools.partial(jax.jit, static_argnames=("hot_neurons", "shards"))
@@ -120,6 +128,7 @@ def summarize(
     / jnp.maximum(jnp.sum(fired, axis=1), 1.0),
     dense_fraction=statistics.dense_tokens.astype(jnp.float32)
     / (shards * active.shape[1]),
+    skipped_updates=statistics.skipped_updates,
   )
 
 
@@ -132,7 +141,7 @@ def to_record(summary: NamedTuple) -> Record:
 class MetricsWriter:
   """Writes records to `metrics.jsonl` and to TensorBoard.
 
-  Use it as a context manager. On several hosts only the first should have one.
+  Use it as a context manager. Of several processes only one should have one.
   """
 
   def __init__(self, directory: str | os.PathLike[str], *, start_step: int):
@@ -142,38 +151,70 @@ class MetricsWriter:
       directory: Where they are, created if absent.
       start_step: Records of later steps are removed: the run is about to write
         them again. 0 removes all.
+
+    Raises:
+      OSError: The disk refuses; so do the other methods.
     """
-    directory = pathlib.Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / JSONL_NAME
-    kept = [r for r in read_metrics(directory) if r["step"] <= start_step]
-    kept = kept if start_step else []
-    # Replaced in one go: an interruption leaves the old file or the new one.
-    rewritten = path.with_suffix(".jsonl.tmp")
-    with jsonlines.open(rewritten, "w") as lines:
-      lines.write_all(kept)
-    rewritten.replace(path)
-    self._lines = jsonlines.open(path, "a", flush=True)
-    self._board = tensorboardX.SummaryWriter(
-      str(directory / "tensorboard"), purge_step=start_step + 1
-    )
+    self._directory = pathlib.Path(directory)
+    self._open = contextlib.ExitStack()
+    with self._writing():
+      self._directory.mkdir(parents=True, exist_ok=True)
+      path = self._directory / JSONL_NAME
+      kept = [r for r in read_metrics(directory) if r["step"] <= start_step]
+      kept = kept if start_step else []
+      # Replaced in one go: an interruption leaves the old file or the new one.
+      rewritten = path.with_suffix(".jsonl.tmp")
+      with jsonlines.open(rewritten, "w") as lines:
+        lines.write_all(kept)
+      rewritten.replace(path)
+      self._lines = jsonlines.open(path, "a", flush=True)
+      self._open.callback(self._lines.close)
+      board = self._directory / "tensorboard"
+      board.mkdir(exist_ok=True)
+      # Its SummaryWriter writes in a thread, which a full disk ends, and then
+      # waits for that thread for ever.
+      name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+      self._board = RecordWriter(str(board / name))
+      self._open.callback(self._board.close)
+      self._event(0, file_version="brain.Event:2")
+      self._event(
+        start_step + 1,
+        # Tells readers to forget what earlier files have of these steps.
+        session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START),
+      )
 
   def write(self, kind: str, *, step: int, values: Mapping[str, Any]) -> None:
     """Writes one record: numbers, and lists with a number for each layer."""
-    self._lines.write({"kind": kind, "step": step, **values})
+    scalars: dict[str, float] = {}
     for name, value in values.items():
       if isinstance(value, list):
         for layer, number in enumerate(value):
-          self._board.add_scalar(f"{kind}/{name}/layer_{layer}", number, step)
+          scalars[f"{kind}/{name}/layer_{layer}"] = number
       else:
-        self._board.add_scalar(f"{kind}/{name}", value, step)
+        scalars[f"{kind}/{name}"] = value
+    summary = summary_pb2.Summary(
+      value=[
+        summary_pb2.Summary.Value(tag=tag, simple_value=number)
+        for tag, number in scalars.items()
+      ]
+    )
+    with self._writing():
+      self._lines.write({"kind": kind, "step": step, **values})
+      self._event(step, summary=summary)
 
   def __enter__(self) -> "MetricsWriter":
     return self
 
   def __exit__(self, *exception: object) -> None:
-    self._lines.close()
-    self._board.close()
+    with self._writing():
+      self._open.close()
+
+  def _event(self, step: int, **content: Any) -> None:
+    event = event_pb2.Event(wall_time=time.time(), step=step, **content)
+    self._board.write(event.SerializeToString())
+
+  def _writing(self):
+    return disk.writing("metrics", self._directory)
 
 
 def read_metrics(

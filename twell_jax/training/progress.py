@@ -1,7 +1,6 @@
 """What a run shows and records while it goes: progress bar and metrics."""
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -9,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array
 from tqdm.auto import tqdm
 
+from twell_jax.training import distributed
 from twell_jax.training.evaluation import HeldOut
+from twell_jax.training.health import Health
 from twell_jax.training.metrics import (
   MetricsWriter,
   StepSummary,
@@ -25,7 +25,7 @@ class _Pending(NamedTuple):
   """A step that may still be running on the device."""
 
   step: int
-  loss: Array
+  health: Health
   summary: StepSummary | None
   tokens: int
 
@@ -45,14 +45,27 @@ class ProgressReport:
     start_step: int,
     log_every_steps: int,
     summarize: Callable[[StepStatistics], StepSummary],
+    check: Callable[[int, Health], None],
   ):
+    """Opens the files.
+
+    Args:
+      workdir: Where they are.
+      steps: Updates of the whole run.
+      start_step: Updates made before; later records are removed.
+      log_every_steps: Steps between records of kind "train".
+      summarize: Makes the numbers of a record.
+      check: Is called with every step and its health, in order; what it raises
+        ends the run.
+    """
+    self._check = check
     self._steps = steps
     self._summarize = summarize
     self._log_every_steps = log_every_steps
     # One process writes for all.
     self._writer = (
       MetricsWriter(workdir, start_step=start_step)
-      if jax.process_index() == 0
+      if distributed.is_first()
       else None
     )
     self._bar = tqdm(
@@ -80,7 +93,7 @@ class ProgressReport:
     due = due or step == self._steps
     pending = _Pending(
       step,
-      statistics.loss,
+      Health.of(statistics),
       self._summarize(statistics) if due else None,
       tokens,
     )
@@ -109,19 +122,15 @@ class ProgressReport:
     if self._pending is None:
       return
     pending, self._pending = self._pending, None
-    loss = float(pending.loss)  # Waits for the step.
-    if not math.isfinite(loss):
-      raise FloatingPointError(
-        f"the loss is {loss} at step {pending.step}: resume from the last "
-        "checkpoint with a smaller learning rate or L1 coefficient"
-      )
+    health = jax.device_get(pending.health)  # Waits for the step.
+    self._check(pending.step, health)
     self._clock.count(pending.tokens)
     self._bar.update()
     if pending.summary is None or self._writer is None:
       return
     record = to_record(pending.summary)
     progress = {
-      "loss": f"{loss:.3f}",
+      "loss": f"{health.loss:.3f}",
       "active": f"{record['active_fraction']:.2%}",
     }
     tokens_per_s = self._clock.read()

@@ -1,5 +1,7 @@
 """The device mesh, and where the state and the batches of a run lie on it."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -188,13 +190,74 @@ def check_batch_size(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class DataShard:
+  """The part of each batch that a process reads: rows [index, index + 1)/count.
+
+  Attributes:
+    index: Which of the equal parts.
+    count: How many there are.
+  """
+
+  index: int
+  count: int
+
+
+@functools.cache
+def data_shard(mesh: Mesh) -> DataShard:
+  """What this process reads of each batch.
+
+  Processes whose devices hold the same sequences, because a tensor axis spans
+  them, read the same part.
+
+  Args:
+    mesh: From `make_mesh`.
+
+  Raises:
+    ValueError: A process would hold parts that no equal cut has.
+  """
+  partitioning = Partitioning(mesh)
+  pieces = math.prod(mesh.shape[axis] for axis in partitioning.batch_axes)
+  held: dict[int, set[int]] = {}
+  cut = batch_sharding(partitioning).devices_indices_map((pieces, 1))
+  for device in mesh.devices.flat:
+    rows, _ = cut[device]
+    piece = rows.indices(pieces)[0]
+    held.setdefault(device.process_index, set()).add(piece)
+  return equal_part(held, pieces=pieces, process=jax.process_index())
+
+
+def equal_part(
+  held: Mapping[int, set[int]], *, pieces: int, process: int
+) -> DataShard:
+  """The part of a process, if processes hold equal ones; see `data_shard`.
+
+  Args:
+    held: The pieces of a batch that each process holds.
+    pieces: How many there are.
+    process: Whose part is asked for.
+  """
+  for number, mine in held.items():
+    first, size = min(mine), len(mine)
+    if size != len(held[process]) or first % size or max(mine) >= first + size:
+      raise ValueError(
+        f"of the {pieces} pieces of a batch, process {number} would hold"
+        f" {sorted(mine)}, which is no equal cut: start processes with the same"
+        " number of devices, and choose mesh axes data and fsdp whose product"
+        " divides, or is divided by, the number of processes"
+      )
+  size = len(held[process])
+  return DataShard(min(held[process]) // size, pieces // size)
+
+
 def place_batch(
   batch: HostBatch, partitioning: Partitioning
 ) -> dict[str, Array]:
   """Puts a host batch on the mesh.
 
   Args:
-    batch: [batch, seq] arrays; on several hosts, this host's sequences.
+    batch: [batch, seq] arrays; of several processes, the sequences of this
+      one's `data_shard`.
     partitioning: The mesh.
 
   Returns:
@@ -204,10 +267,12 @@ def place_batch(
     ValueError: The batch axes of the mesh do not divide the batch.
   """
   sharding = batch_sharding(partitioning)
-  global_size = len(batch["inputs"]) * jax.process_count()
+  global_size = len(batch["inputs"]) * data_shard(partitioning.mesh).count
   check_batch_size(global_size, mesh=partitioning.mesh)
   return {
-    name: jax.make_array_from_process_local_data(sharding, value)
+    name: jax.make_array_from_process_local_data(
+      sharding, value, (global_size, *value.shape[1:])
+    )
     for name, value in batch.items()
   }
 

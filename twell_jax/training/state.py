@@ -23,7 +23,19 @@ from twell_jax.training.sharding import (
 )
 
 # What a state also counts, which early checkpoints do not hold.
-TRACKED = ("silent_tokens", "l1_control")
+TRACKED = ("silent_tokens", "l1_control", "skipped")
+
+
+class Skipped(NamedTuple):
+  """Updates left out since their loss or gradient was not finite.
+
+  Attributes:
+    total: Of the run so far.
+    in_a_row: The last updates, if they were left out.
+  """
+
+  total: Int32[Array, ""]
+  in_a_row: Int32[Array, ""]
 
 
 class TrainState(NamedTuple):
@@ -37,6 +49,7 @@ class TrainState(NamedTuple):
       so that the key itself never changes.
     silent_tokens: Tokens since each neuron last fired (`dead_neurons`).
     l1_control: What multiplies λ where it follows a target (`objective`).
+    skipped: Updates that were left out.
   """
 
   step: Int32[Array, ""]
@@ -45,6 +58,7 @@ class TrainState(NamedTuple):
   rng: PRNGKeyArray
   silent_tokens: Int32[Array, "layers d_ff"]
   l1_control: L1Control
+  skipped: Skipped
 
 
 class Model(NamedTuple):
@@ -161,6 +175,10 @@ def with_tracking(
       factor=fill(abstract.l1_control.factor, 1),
       usual=fill(abstract.l1_control.usual, 0),
     ),
+    "skipped": Skipped(
+      total=fill(abstract.skipped.total, 0),
+      in_a_row=fill(abstract.skipped.in_a_row, 0),
+    ),
   }
   return TrainState(**begun | dict(fields))
 
@@ -176,6 +194,7 @@ def _fresh(
     rng=rng,
     silent_tokens=jnp.zeros(neurons, jnp.int32),
     l1_control=L1Control(factor=jnp.float32(1), usual=jnp.float32(0)),
+    skipped=Skipped(total=jnp.int32(0), in_a_row=jnp.int32(0)),
   )
 
 

@@ -6,12 +6,12 @@ is that of the whole batch: the split and the mesh change rounding only.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int32, PyTree
 
 from twell_jax.training.cross_entropy import CrossEntropy, model_cross_entropy
 from twell_jax.training.dead_neurons import (
@@ -22,9 +22,16 @@ from twell_jax.training.dead_neurons import (
 )
 from twell_jax.training.objective import L1Feedback
 from twell_jax.training.sharding import batch_sharding, replicated
-from twell_jax.training.state import Model, TrainState, abstract_state
+from twell_jax.training.state import (
+  Model,
+  Skipped,
+  TrainState,
+  abstract_state,
+)
 
 Batch = dict[str, Array]
+# What a loss or gradient that is NaN or infinite does.
+NonFinite = Literal["stop", "skip"]
 
 
 class StepStatistics(NamedTuple):
@@ -44,6 +51,9 @@ class StepStatistics(NamedTuple):
     gradient_norm: Global norm before clipping.
     learning_rate: The one of this update.
     l1_coefficient: The λ of this update.
+    finite: Whether the loss and the gradient are.
+    skipped_updates: Updates left out so far, this one included if it was.
+    skipped_in_a_row: How many of them the last ones were.
   """
 
   loss: Float[Array, ""]
@@ -58,6 +68,9 @@ class StepStatistics(NamedTuple):
   gradient_norm: Float[Array, ""]
   learning_rate: Float[Array, ""]
   l1_coefficient: Float[Array, ""]
+  finite: Bool[Array, ""]
+  skipped_updates: Int32[Array, ""]
+  skipped_in_a_row: Int32[Array, ""]
 
 
 class StepResult(NamedTuple):
@@ -105,6 +118,7 @@ def make_train_step(
   accumulation_steps: int = 1,
   dead_neurons: DeadNeuronOptions | None = None,
   l1_feedback: L1Feedback | None = None,
+  non_finite: NonFinite = "stop",
 ) -> TrainStep:
   """Compiles one update; the state passed to it is consumed.
 
@@ -118,6 +132,9 @@ def make_train_step(
       after the optimizer's update; None is `DeadNeuronOptions()`.
     l1_feedback: How the state's factor of λ follows a target; None leaves the
       state's control as it is and λ as scheduled.
+    non_finite: With "skip", a loss or gradient that is NaN or infinite leaves
+      the state as it was, but for the step and the count of such updates. With
+      "stop", the update is made, and the caller is to look at `finite`.
 
   Returns:
     A function of the state and a global batch of "inputs", "targets" and
@@ -198,8 +215,21 @@ def make_train_step(
       l1_control = l1_feedback(l1_control, active, state.step)
     entropy = jnp.sum(shares.cross_entropy)
     l1 = jnp.sum(shares.l1, axis=0)
+    loss = entropy + coefficient * jnp.mean(l1)
+    finite = jnp.isfinite(loss) & jnp.isfinite(gradient_norm)
+    new_state = TrainState(
+      step=state.step + 1,
+      params=params,
+      opt_state=opt_state,
+      rng=state.rng,
+      silent_tokens=silent_tokens,
+      l1_control=l1_control,
+      skipped=state.skipped,
+    )
+    if non_finite == "skip":
+      new_state = _unless_skipped(new_state, state, finite=finite)
     statistics = StepStatistics(
-      loss=entropy + coefficient * jnp.mean(l1),
+      loss=loss,
       cross_entropy=entropy,
       l1=l1,
       active=shares.active,
@@ -211,16 +241,11 @@ def make_train_step(
       gradient_norm=gradient_norm,
       learning_rate=_evaluate(learning_rate, state.step),
       l1_coefficient=coefficient,
+      finite=finite,
+      skipped_updates=new_state.skipped.total,
+      skipped_in_a_row=new_state.skipped.in_a_row,
     )
-    state = TrainState(
-      step=state.step + 1,
-      params=params,
-      opt_state=opt_state,
-      rng=state.rng,
-      silent_tokens=silent_tokens,
-      l1_control=l1_control,
-    )
-    return StepResult(state, statistics)
+    return StepResult(new_state, statistics)
 
   shardings = jax.tree.map(
     lambda leaf: leaf.sharding, abstract_state(model, optimizer)
@@ -276,6 +301,23 @@ def split_batch(batch: Batch, accumulation_steps: int) -> Batch:
       1,
     ),
     batch,
+  )
+
+
+def _unless_skipped(
+  new_state: TrainState, state: TrainState, *, finite: Bool[Array, ""]
+) -> TrainState:
+  """The state after an update that is made only if it is finite."""
+  chosen = jax.tree.map(
+    lambda new, old: jnp.where(finite, new, old), new_state, state
+  )
+  left_out = (~finite).astype(jnp.int32)
+  return chosen._replace(
+    step=new_state.step,
+    skipped=Skipped(
+      total=state.skipped.total + left_out,
+      in_a_row=(state.skipped.in_a_row + 1) * left_out,
+    ),
   )
 
 
