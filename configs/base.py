@@ -46,8 +46,8 @@ def get_config() -> ConfigDict:
 
   config.data = ConfigDict()
   # "python" (sources and documentation of the running interpreter), a path or
-  # glob of text, "tfds:NAME", a URL such as hf://datasets/ORG/NAME/*.parquet, or
-  # "tokens:DIR", which experiments.tokenize_corpus made
+  # glob of text, "tfds:NAME", a URL such as hf://datasets/ORG/NAME/*.parquet,
+  # or "tokens:DIR", which experiments.tokenize_corpus made
   config.data.corpus = "python"
   config.data.text_field = "text"  # of .jsonl, .parquet and TFDS rows
   # A tokenizer.json or its URL, such as hf://ORG/NAME/tokenizer.json; "" trains
