@@ -31,6 +31,7 @@ def main() -> int:
     vocab_size=args.config.model.vocab_size,
     text_field=config.text_field,
     held_out_fraction=config.held_out_fraction,
+    max_documents=config.max_documents,
     cache_dir=config.cache_dir or pathlib.Path(args.workdir) / "data",
     workers=args.workers,
     part=data.Part(args.part, args.parts),

@@ -341,7 +341,7 @@ def test_shards_that_do_not_fit_the_arguments(text_dir, tokenizer, tmp_path):
     ValueError, match=r"held_out_fraction = 0\.1, and the tok"
   ):
     data.load_data(**options, held_out_fraction=0.1)
-  with pytest.raises(ValueError, match="max_documents = 2 does not go with"):
+  with pytest.raises(ValueError, match="max_documents=2 does not go with"):
     data.load_data(**options, held_out_fraction=0.0, max_documents=2)
   assert data.load_data(**options, held_out_fraction=0.0).held_out is None
 
@@ -367,7 +367,7 @@ def test_another_tokenizer_than_that_of_the_shards(
   ("changes", "message"),
   [
     ({"tokenizer": ""}, "token shards need a tokenizer"),
-    ({"max_documents": 3}, "max_documents = 3 does not go with token shards"),
+    ({"max_documents": 3}, "max_documents=3 does not go with token shards"),
     ({"store": "pile"}, "store='pile' is unknown"),
     ({"documents": "apart"}, "documents='apart' is unknown"),
   ],

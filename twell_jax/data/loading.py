@@ -172,6 +172,7 @@ def tokenize_corpus(
   vocab_size: int,
   text_field: str = "text",
   held_out_fraction: float = 0.05,
+  max_documents: int = 0,
   cache_dir: str | os.PathLike[str],
   workers: int = 1,
   part: shards.Part | None = None,
@@ -184,6 +185,7 @@ def tokenize_corpus(
     vocab_size: the number of ids it must have.
     text_field: the field of records that holds the text.
     held_out_fraction: the expected part of documents to hold out.
+    max_documents: only 0, all: shards do not know of each other.
     cache_dir: where the shards are kept.
     workers: processes that tokenise, each one source at a time.
     part: which of the shards are made here; all if None.
@@ -194,6 +196,7 @@ def tokenize_corpus(
   Raises:
     ValueError: an argument is out of range, or a source cannot be read.
   """
+  _check_no_max_documents(max_documents)
   loaded = _load_tokenizer(tokenizer, vocab_size)
   if loaded is None:
     raise ValueError(
@@ -231,7 +234,7 @@ class _Source(NamedTuple):
 def _open_shards(
   source: _Source, directory: str, tokenizer: str
 ) -> shards.Shards:
-  _check_no_max_documents(source)
+  _check_no_max_documents(source.max_documents)
   opened = shards.open_shards(directory)
   if source.held_out_fraction > 0 and not opened.held_out:
     raise ValueError(
@@ -256,23 +259,20 @@ def _make_shards(
   *,
   cache_dir: str | os.PathLike[str],
 ) -> shards.Shards:
-  _check_no_max_documents(source)
   directory = tokenize_corpus(
-    corpus=source.corpus,
+    **source._asdict(),
     tokenizer=tokenizer,
     vocab_size=vocab_size,
-    text_field=source.text_field,
-    held_out_fraction=source.held_out_fraction,
     cache_dir=cache_dir,
   )
   return shards.open_shards(directory)
 
 
-def _check_no_max_documents(source: _Source) -> None:
-  if source.max_documents:
+def _check_no_max_documents(max_documents: int) -> None:
+  if max_documents:
     raise ValueError(
-      f"max_documents = {source.max_documents} does not go with token shards,"
-      " which are made apart from each other: name fewer files"
+      f"{max_documents=} does not go with token shards, which are made apart"
+      " from each other: set it to 0 and name fewer files"
     )
 
 
