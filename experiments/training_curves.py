@@ -25,6 +25,7 @@ matplotlib.use("Agg")  # no window is needed
 import matplotlib.pyplot as plt
 import numpy as np
 from absl import flags
+from matplotlib import ticker
 from ml_collections import ConfigDict
 
 from configs import cpu_12m
@@ -195,6 +196,10 @@ def plot(what: str, figures: Mapping[str, Any]) -> plt.Figure:
   axes.set_xlabel("step")
   axes.set_ylabel(label)
   axes.set_yscale(scale)
+  if scale == "log":  # 60, not 6 · 10¹
+    plain = ticker.FuncFormatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter(plain)
+    axes.yaxis.set_minor_formatter(plain)
   axes.grid(alpha=0.3)
   axes.spines[["top", "right"]].set_visible(False)
   axes.legend(frameon=False)
