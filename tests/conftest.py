@@ -23,6 +23,7 @@ import contextlib
 
 import hypothesis
 import jax
+import pytest
 
 from pallas_kernels import aot
 
@@ -46,3 +47,16 @@ hypothesis.settings.register_profile(
   suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("twell_jax")
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+  """Spends little on making fast what runs once or twice.
+
+  Not for tests of an op's exactness, which are about the code that users run.
+  """
+  name = "jax_disable_most_optimizations"
+  previous = jax.config.read(name)
+  jax.config.update(name, True)
+  yield
+  jax.config.update(name, previous)

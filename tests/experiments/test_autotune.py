@@ -40,7 +40,16 @@ def problem(kernel, shape=TINY):
 
 
 # One of each kind of problem.
-@pytest.mark.parametrize("kernel", ["gate_pack", "gathered_down", "sddmm_spmm"])
+@pytest.mark.parametrize(
+  "kernel",
+  [
+    "gate_pack",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("gathered_down", "sddmm_spmm")
+    ),
+  ],
+)
 def test_a_dry_run(kernel, capsys, tables, monkeypatch):
   monkeypatch.setattr(autotune, "_DRY_CONFIGS", 2)
   arguments = [f"--kernel={kernel}", f"--shapes={TINY}", "--interpret"]
@@ -175,6 +184,7 @@ def test_without_a_default_there_is_no_comparison(fake, capsys, monkeypatch):
   assert "nothing to compare with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", sorted(tuning.KERNELS))
 def test_configs_are_different_and_compile(kernel):
   with plgpu.force_gpu_interpret_mode():  # few calls

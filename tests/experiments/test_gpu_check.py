@@ -52,6 +52,7 @@ sys.meta_path = [Without if f is usual else f for f in sys.meta_path]
 """
 
 
+@pytest.mark.slow
 def test_dry_run_on_a_machine_with_little_installed(environment, tmp_path):
   (tmp_path / "sitecustomize.py").write_text(WITHOUT)
   output = tmp_path / "result.json"

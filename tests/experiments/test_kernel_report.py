@@ -218,6 +218,7 @@ def test_one_small_shape(capsys):
   assert "jax-cuda13-plugin" in figures["versions"]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_training(capsys):
   # Skips, or fails, where there is no compiler.
   compile_for_h200(lambda x: x, jax.ShapeDtypeStruct((8,), jnp.float32))

@@ -39,6 +39,7 @@ def overrides(tmp_path):
   }
 
 
+@pytest.mark.slow
 def test_shards_and_a_training_on_them(overrides, environment, tmp_path):
   workdir = tmp_path / "work"
   arguments = [

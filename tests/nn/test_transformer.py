@@ -135,7 +135,17 @@ def assert_close(expected, actual):
   )
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+  "layer",
+  [
+    "xla",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in LAYERS
+      if name != "xla"
+    ),
+  ],
+)
 def test_remat_changes_no_gradient(layer):
   expected = value_and_gradient(**LAYERS[layer])
   for remat in ("matmuls", "attention", "layer"):

@@ -76,6 +76,7 @@ def test_cold_neurons_that_cancel_the_hot_ones(cold, gated, rng):
   assert_no_worse("y", [(exact, y, dense)], jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interpreted")
 def test_rows_in_segments(rng):
   """As the config has it for a few tokens: their parts are added."""
@@ -95,7 +96,8 @@ def test_all_neurons_hot(rng):
 
 
 @pytest.mark.parametrize(
-  ("tokens", "d_model", "d_ff"), [((), 256, 128), ((2, 3), 1, 1)]
+  ("tokens", "d_model", "d_ff"),
+  [pytest.param((), 256, 128, marks=pytest.mark.slow), ((2, 3), 1, 1)],
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_sizes(tokens, d_model, d_ff, rng):
@@ -169,7 +171,12 @@ def reference_in_float64(x, gate, up, down):
 # The interpreter's own products warn of the infinities in theirs.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(
-  ("bad", "hot_neurons"), [(np.nan, 0), (np.inf, 0), (-np.inf, 40)]
+  ("bad", "hot_neurons"),
+  [
+    pytest.param(np.nan, 0, marks=pytest.mark.slow),
+    (np.inf, 0),
+    (-np.inf, 40),
+  ],
 )
 @pytest.mark.usefixtures("whole_rows")
 def test_a_non_finite_token(bad, hot_neurons, rng):
@@ -189,9 +196,8 @@ def test_a_non_finite_token(bad, hot_neurons, rng):
     assert not (gated and np.isfinite(y[4]).any())
 
 
-@pytest.mark.parametrize(
-  "hot_neurons", [0, pytest.param(40, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hot_neurons", [0, 40])
 @pytest.mark.usefixtures("whole_rows")
 def test_the_switch_to_dense_products(hot_neurons, rng):
   """At the activity up to which rows are gathered, and just above it."""
@@ -223,6 +229,7 @@ def test_the_switch_to_dense_products(hot_neurons, rng):
       assert_no_worse(name, [triple], jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_rows")
 def test_two_calls_give_the_same_bits(rng):
   case = bf16_case(rng, "heavy tail")
@@ -235,7 +242,7 @@ def test_two_calls_give_the_same_bits(rng):
   [
     pytest.param((4, 1), 0, marks=pytest.mark.slow),
     pytest.param((1, 4), 0, marks=pytest.mark.slow),
-    ((2, 2), 0),
+    pytest.param((2, 2), 0, marks=pytest.mark.slow),
     ((2, 2), 40),
   ],
 )
@@ -268,6 +275,7 @@ def test_on_a_mesh(shape, hot_neurons, rng):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_rows")
 def test_under_transforms(rng):
   """vmap over tokens and scan over layers: values and gradients.

@@ -39,13 +39,9 @@ def test_compiles_for_an_h200(tokens, d_model, d_ff, hot_neurons):
     assert memory.temp_size_in_bytes < dense / 2 + hot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ("gated", "hot_neurons"),
-  [
-    pytest.param(True, 0, marks=pytest.mark.slow),
-    (True, 640),
-    pytest.param(False, 0, marks=pytest.mark.slow),
-  ],
+  ("gated", "hot_neurons"), [(True, 0), (True, 640), (False, 0)]
 )
 def test_gradients_compile_for_an_h200(gated, hot_neurons):
   tokens, d_model, d_ff = 16384, 2048, 5632

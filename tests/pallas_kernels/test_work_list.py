@@ -13,6 +13,9 @@ from pallas_kernels import work_list
 
 UNUSED = [-1, 0, 0, 0]
 
+# Each shape is a program of its own.
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def cut(start, count, length):
   """All segments in order of rows, and the split rows, as lists."""

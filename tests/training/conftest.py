@@ -36,13 +36,8 @@ def _compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_fast():
-  """Half of the time would go into making fast what runs once."""
-  name = "jax_disable_most_optimizations"
-  previous = jax.config.read(name)
-  jax.config.update(name, True)
-  yield
-  jax.config.update(name, previous)
+def _quick(quick_compilation):
+  """For all tests of this folder."""
 
 
 @pytest.fixture(scope="session")
