@@ -16,12 +16,14 @@ or --cluster=auto under SLURM, Open MPI, Kubernetes or on a TPU pod.
 import pathlib
 import shlex
 import sys
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 import grain
 from absl import flags, logging
 from ml_collections import ConfigDict
 
+from configs import base
 from experiments import cli
 from twell_jax import data as data_lib
 from twell_jax import nn, training
@@ -133,16 +135,28 @@ def run(
   return Run(result, data, data.held_out)
 
 
-def _check_same_input(config: ConfigDict, workdir: pathlib.Path) -> None:
-  """Refuses another input on resuming: its position would be of other text."""
-  with training.Checkpoints(workdir / "checkpoints") as checkpoints:
-    saved = checkpoints.config()
-  differences = [
+def input_differences(
+  saved: Mapping[str, Any], config: ConfigDict
+) -> list[str]:
+  """How the input of a config differs from that of a saved one.
+
+  What a config from before a field was there does not say was as the field's
+  default is.
+  """
+  defaults = base.get_config().to_dict()["data"]
+  complete = {**saved, "data": defaults | dict(saved["data"])}
+  return [
     difference
-    for difference in training.config_differences(saved, config.to_dict())
+    for difference in training.config_differences(complete, config.to_dict())
     if difference.startswith(("data.", "seed:"))
     and not difference.startswith("data.cache_dir:")
   ]
+
+
+def _check_same_input(config: ConfigDict, workdir: pathlib.Path) -> None:
+  """Refuses another input on resuming: its position would be of other text."""
+  with training.Checkpoints(workdir / "checkpoints") as checkpoints:
+    differences = input_differences(checkpoints.config(), config)
   if differences:
     raise ValueError(
       f"cannot resume {workdir} with another input ({'; '.join(differences)}):"

@@ -220,6 +220,18 @@ def test_resuming_with_another_input(trained, overrides, change):
   assert "train in another workdir" in line
 
 
+def test_a_field_that_a_saved_config_does_not_have_yet():
+  """As a run from before the field was there."""
+  config = programs.tiny_config({})
+  saved = config.to_dict()
+  del saved["data"]["store"], saved["data"]["documents"]
+  assert train.input_differences(saved, config) == []
+  config.data.documents = "separate"
+  assert train.input_differences(saved, config) == [
+    "data.documents: 'joined' -> 'separate'"
+  ]
+
+
 # Arguments after --config and --workdir, and the words of the one line.
 COMMAND_LINES = {
   "section": (
