@@ -128,6 +128,7 @@ def assert_like(workdir, other):
   assert losses(workdir)[2] == pytest.approx(losses(other)[2], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_stop_together_and_one_goes_on(launch, tmp_path):
   workdir = tmp_path / "two"
   started = launch(workdir, processes=2, devices=2)

@@ -188,6 +188,7 @@ def test_kernels_of_dense_layers():
       nn.from_kernels(**(kernels | wrong))
 
 
+@pytest.mark.slow
 def test_l1_makes_a_linen_model_sparse():
   # A direction that tokens share is what can silence a neuron for all of them.
   x = inputs(64) + 2

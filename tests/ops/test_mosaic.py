@@ -32,7 +32,7 @@ from twell_jax.ops.mosaic_sizes import default_ell_width
 @pytest.mark.parametrize(
   ("gated", "hot_share", "capacities"),
   [
-    (True, 0.0, None),
+    pytest.param(True, 0.0, None, marks=pytest.mark.slow),
     pytest.param(False, 0.0, Capacities(8, 1), marks=pytest.mark.slow),
     pytest.param(True, 0.4, Capacities(30, 6), marks=pytest.mark.slow),
     (False, 0.4, Capacities(1, 0)),

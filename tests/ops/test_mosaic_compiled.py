@@ -17,7 +17,7 @@ from twell_jax.ops.choices import Choices
   ("tokens", "d_model", "d_ff", "hot_neurons"),
   [
     (16384, 2048, 5632, 0),
-    (16384, 2048, 5632, 640),
+    pytest.param(16384, 2048, 5632, 640, marks=pytest.mark.slow),
     (1, 2048, 5632, 0),
     (77, 576, 1000, 0),
   ],

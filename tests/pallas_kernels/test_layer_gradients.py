@@ -75,13 +75,8 @@ def gradients(x, gate, up, down, d_y, *, length):
   return d_x, of_x.z, of_x.y, of_down.y
 
 
-@pytest.mark.parametrize(
-  "length",
-  [
-    pytest.param(16, id="whole", marks=pytest.mark.slow),
-    pytest.param(5, id="split"),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [16, 5], ids=["whole", "split"])
 def test_gradients_are_those_of_the_dense_layer(length):
   rng = np.random.default_rng(3)
 
