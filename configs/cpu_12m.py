@@ -15,7 +15,7 @@ from configs import base
 
 
 def get_config() -> ConfigDict:
-  """6 layers of 2048 neurons, which are five sixths of the parameters."""
+  """6 layers of 2048 neurons, which are four fifths of the parameters."""
   config = base.get_config()
   config.steps = 2000
   config.model.update(

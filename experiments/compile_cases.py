@@ -53,7 +53,11 @@ def run[Case: NamedTuple](
           continue
         rows[case] = done.result()
         ordered = [rows[case] for case in cases if case in rows]
-        path.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(ordered, indent=1) + "\n"
+        # Whole or not at all, if this process is killed.
+        partial = path.with_name(f"incomplete-{path.name}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     except BaseException:
       executor.shutdown(cancel_futures=True)
       raise

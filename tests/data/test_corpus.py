@@ -212,6 +212,7 @@ def test_file_that_is_not_utf8_is_reported(tmp_path, caplog):
     (["one"], {"max_documents": -1}, "max_documents=-1 must be"),
     (["one"], {"corpus": ()}, "names no location"),
     (["one"], {"corpus": ("python", "")}, "an empty location"),
+    (["one"], {"corpus": ("python", "tokens:a")}, "'tokens:a' is tokenised"),
     (["one"], {"corpus": "tfds:no_such_set"}, "tfds:no_such_set.*TFDS_DATA_DI"),
   ],
 )

@@ -129,6 +129,16 @@ def test_what_is_finished_stays(text_dir, tokenizer, made, tmp_path):
     (lambda p: os.truncate(p, p.stat().st_size - 2), r"has \d+ bytes and by"),
     (lambda p: p.unlink(), "no token ids can be read"),
     (lambda p: p.write_bytes(b"x" * 200), "no token ids can be read"),
+    # Python has no such character, number and sum.
+    *(
+      (
+        lambda p, header=header: p.write_bytes(
+          p.read_bytes()[:10] + header + p.read_bytes()[10 + len(header) :]
+        ),
+        "no token ids can be read",
+      )
+      for header in (b"{'a\x17", b"{'a': 01", b"{b'a': 1, ")
+    ),
     (
       lambda p: np.save(p, np.zeros((3, 2), np.uint16)),
       r"uint16 \[3, 2\], not",
@@ -141,7 +151,8 @@ def test_what_is_finished_stays(text_dir, tokenizer, made, tmp_path):
     (lambda p: shutil.rmtree(p.parent), "1 of 3 shards are not in"),
   ],
   ids=[
-    *("truncated", "absent", "overwritten", "a table", "fractions"),
+    *("truncated", "absent", "overwritten"),
+    *("no token", "no number", "no name", "a table", "fractions"),
     *("no summary", "no shard"),
   ],
 )
@@ -370,6 +381,7 @@ def test_another_tokenizer_than_that_of_the_shards(
     ({"max_documents": 3}, "max_documents=3 does not go with token shards"),
     ({"store": "pile"}, "store='pile' is unknown"),
     ({"documents": "apart"}, "documents='apart' is unknown"),
+    ({"corpus": ""}, "an empty location"),
   ],
 )
 def test_choices_that_do_not_go(
@@ -396,3 +408,37 @@ def test_runs_of_ids_only(made):
   assert ids[5:5].size == ids[9:2].size == 0
   with pytest.raises(ValueError, match="not by a step of 2"):
     ids[::2]
+
+
+def test_shards_that_are_mostly_padding(made, tmp_path, caplog):
+  options = {"vocab_size": 280, "batch_size": 1, "cache_dir": tmp_path}
+  for seq_len, warnings in ((4, 0), (10_000, 1)):
+    caplog.clear()
+    data.load_data(corpus=f"tokens:{made}", seq_len=seq_len, **options)
+    said = [r for r in caplog.records if "are padding" in r.getMessage()]
+    assert len(said) == warnings
+
+
+def test_paths_of_the_home_directory(
+  made, tokenizer_file, tmp_path, monkeypatch
+):
+  home = made.parent
+  shutil.copy(tokenizer_file, home / "mine.json")
+  monkeypatch.setenv("HOME", str(home))
+  loaded = data.load_data(
+    corpus=f"tokens:~/{made.name}",
+    tokenizer="~/mine.json",
+    vocab_size=280,
+    seq_len=4,
+    batch_size=1,
+    cache_dir=tmp_path,
+  )
+  assert loaded.num_train_documents > 0
+
+
+def test_others_may_read_what_is_made(made):
+  """As far as the user's umask lets them, as with any file."""
+  (made.parent / "any").mkdir()
+  expected = (made.parent / "any").stat().st_mode
+  assert made.stat().st_mode == expected
+  assert (made / "shard-00000-of-00003").stat().st_mode == expected

@@ -91,6 +91,11 @@ def test_split_on_disk(tmp_path, tokenizer):
   again = tokens_lib.tokenize_split([], tokenizer, directory=directory)
   assert again.num_documents == len(TEXTS)
   np.testing.assert_array_equal(again.tokens, split.tokens)
+  (directory / "summary.json").write_text("")
+  with pytest.raises(
+    ValueError, match=r"summary\.json cannot be read .* again"
+  ):
+    tokens_lib.tokenize_split(TEXTS, tokenizer, directory=directory)
 
 
 def test_large_vocabulary_takes_wider_ids(tmp_path, tokenizer, monkeypatch):

@@ -145,6 +145,17 @@ def test_on_a_mesh():
   same(l1, expected_l1)
 
 
+def test_boxed_parameters_under_a_mesh_in_the_context():
+  """Their axes are logical: none of them is an axis of the mesh."""
+  x = inputs(2)
+  module = sparse_linen.SparseFFN(D_MODEL, D_FF)
+  boxed = module.init(jax.random.key(0), x)
+  expected, _ = module.apply({"params": unboxed(boxed)}, x)
+  with jax.set_mesh(make_mesh(data=2, tensor=2)):
+    y, _ = jax.jit(module.apply)(boxed, x)
+  same(y, expected)
+
+
 def test_mistakes():
   x = inputs(2)
   for module, message in (
@@ -159,7 +170,15 @@ def test_mistakes():
   with pytest.raises(ValueError, match="build it with gated=False"):
     nn.load_params(ffn, {name: params[name] for name in ("gate", "down")})
   with pytest.raises(ValueError, match=r"up has shape \(8, 24\) and the layer"):
-    nn.load_params(ffn, params | {"up": params["up"].T})
+    nn.load_params(
+      ffn, params | {"up": params["up"].T, "down": -params["down"]}
+    )
+  with pytest.raises(ValueError, match="has down, gate, up: rename them"):
+    nn.load_params(ffn, {"wi": params["gate"], "wo": params["down"]})
+  boxed = sparse_linen.SparseFFN(D_MODEL, D_FF).init(jax.random.key(1), x)
+  with pytest.raises(ValueError, match=r"not an array: unbox the variables"):
+    nn.load_params(ffn, boxed["params"])
+  jax.tree.map(np.testing.assert_array_equal, nn.params_of(ffn), params)
 
 
 def test_kernels_of_dense_layers():

@@ -16,6 +16,8 @@ from twell_jax.data import sources as sources_lib
 
 # Raised when the same sources would be prepared otherwise than before.
 _FORMAT_VERSION = 1
+# What the location of token shards begins with.
+TOKENS = "tokens:"
 _DOCUMENTS_PER_READ = 64
 
 
@@ -94,8 +96,6 @@ def prepare_corpus(
   if max_documents < 0:
     raise ValueError(f"{max_documents=} must be at least 0 (0 = all)")
   locations = [corpus] if isinstance(corpus, str) else list(corpus)
-  if not all(locations):
-    raise ValueError(f"{corpus=}: an empty location; 'python' is the default")
   sources = find_sources(locations)
   key = storage.fingerprint(
     _FORMAT_VERSION,
@@ -129,8 +129,20 @@ def find_sources(locations: Sequence[str]) -> list[sources_lib.Source]:
   """Returns the sources at some locations, each once, in reading order.
 
   Raises:
-    ValueError: a location holds no text, or there is no location.
+    ValueError: a location holds no text or is of token shards, or there is no
+      location.
   """
+  # An empty path would be that of the working directory.
+  if not all(locations):
+    raise ValueError(
+      f"corpus={locations!r}: an empty location; 'python' is the default"
+    )
+  for location in locations:
+    if location.startswith(TOKENS):
+      raise ValueError(
+        f"corpus={location!r} is tokenised already and cannot be read beside"
+        " other text: give it alone, not in a list, to what trains"
+      )
   found: dict[str, sources_lib.Source] = {}
   for location in locations:
     here: Sequence[sources_lib.Source]

@@ -16,8 +16,8 @@ from twell_jax.data import tokenizer as tokenizer_lib
 from twell_jax.data import tokens as tokens_lib
 
 Store = Literal["array", "shards"]
-# What the location of token shards begins with.
-TOKENS = "tokens:"
+# Share of training positions that is worth a warning.
+_MUCH_PADDING = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +115,9 @@ def load_data(
       f"{store=} is unknown: choose one of {', '.join(get_args(Store))}"
     )
   source = _Source(corpus, text_field, held_out_fraction, max_documents)
-  if isinstance(corpus, str) and corpus.startswith(TOKENS):
-    splits = _open_shards(source, corpus.removeprefix(TOKENS), tokenizer)
+  if isinstance(corpus, str) and corpus.startswith(corpus_lib.TOKENS):
+    directory = os.path.expanduser(corpus.removeprefix(corpus_lib.TOKENS))
+    splits = _open_shards(source, directory, tokenizer)
     _check_vocab_size(vocab_size, splits.tokenizer, corpus)
   elif store == "shards":
     splits = _make_shards(source, tokenizer, vocab_size, cache_dir=cache_dir)
@@ -136,6 +137,7 @@ def load_data(
     return tokens_lib.JoinedWindows(each) if len(each) > 1 else each[0]
 
   train_windows = windows(splits.train)
+  _warn_of_padding(splits.train, seq_len * len(train_windows))
   held_out_batches = None
   num_held_out_batches = 0
   if splits.held_out:
@@ -329,6 +331,21 @@ def _check_vocab_size(
     raise ValueError(
       f"{vocab_size=} does not fit {whose}, which has {loaded.vocab_size} ids;"
       f" set vocab_size={loaded.vocab_size}"
+    )
+
+
+def _warn_of_padding(
+  splits: Sequence[tokens_lib.TokenizedSplit], num_positions: int
+) -> None:
+  """Says so if shards are too short for their windows."""
+  padding = 1 - _num_tokens(splits) / num_positions
+  if len(splits) > 1 and padding > _MUCH_PADDING:
+    logging.warning(
+      "%.0f %% of training positions are padding, since sequences do not span"
+      " the %d shards, one for each file: join small files, or read them with"
+      ' store="array"',
+      100 * padding,
+      len(splits),
     )
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import pathlib
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 
 # What POSIX systems answer when the target of a rename already holds files.
@@ -33,11 +33,9 @@ def complete_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     The path of a new, empty directory beside it.
   """
   directory.parent.mkdir(parents=True, exist_ok=True)
-  partial = pathlib.Path(
-    tempfile.mkdtemp(
-      prefix=f"incomplete-{directory.name}-", dir=directory.parent
-    )
-  )
+  # Not of tempfile, whose directories nobody else may read.
+  partial = directory.with_name(f"incomplete-{directory.name}-{uuid.uuid4()}")
+  partial.mkdir()
   try:
     yield partial
     try:

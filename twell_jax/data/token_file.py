@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import tokenize
 from collections.abc import Sequence
 from typing import BinaryIO
 
@@ -9,6 +10,8 @@ import numpy as np
 from jaxtyping import UInt
 
 _DTYPES = (np.dtype(np.uint16), np.dtype(np.uint32))
+# What numpy raises: it reads a header as Python, which may not even be tokens.
+_DAMAGED_HEADER = (ValueError, TypeError, SyntaxError, tokenize.TokenError)
 
 
 class TokenFile:
@@ -38,7 +41,7 @@ class TokenFile:
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
         self._offset = file.tell()
         size = os.fstat(file.fileno()).st_size
-    except (OSError, ValueError) as error:
+    except (OSError, *_DAMAGED_HEADER) as error:
       raise ValueError(
         f"no token ids can be read from {self.path} ({error}):"
         f" {_remedy(self.path)}"

@@ -205,9 +205,11 @@ def check_vocab_size(vocab_size: int) -> None:
 
 def _read(path: str) -> bytes:
   if "://" not in path:
-    if not os.path.isfile(path):
+    # A shell leaves it as it is in --config.data.tokenizer=~/tokenizer.json.
+    local = pathlib.Path(path).expanduser()
+    if not local.is_file():
       raise ValueError(f"tokenizer={path!r}: there is no such tokenizer.json")
-    return pathlib.Path(path).read_bytes()
+    return local.read_bytes()
   with (
     remote.read_errors(
       f"tokenizer={path!r}", remedy="bring the file here and give its path"

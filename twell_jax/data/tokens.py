@@ -129,11 +129,19 @@ def tokenize_split(
           writer.add(text)
         summary = writer.finish()
       (partial / "summary.json").write_text(json.dumps(summary))
+  path = directory / "summary.json"
+  try:
+    summary = json.loads(path.read_text())
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f"{path} cannot be read ({error}): delete {directory} to tokenise the"
+      " text again"
+    ) from error
   return TokenizedSplit(
     tokens=token_file.TokenFile(
       directory / "tokens.npy", vocab_size=tokenizer.vocab_size
     ),
-    **json.loads((directory / "summary.json").read_text()),
+    **summary,
   )
 
 

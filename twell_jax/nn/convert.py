@@ -29,16 +29,26 @@ def load_params(ffn: SparseFFN, params: FFNParams) -> None:
   """
   own = params_of(ffn)
   if own.keys() != params.keys():
+    remedy = "rename them"
+    if own.keys() ^ params.keys() == {"up"}:
+      remedy = f"build it with gated={'up' in params}"
     raise ValueError(
       f"the parameters are {', '.join(sorted(params))} and the layer has"
-      f" {', '.join(sorted(own))}: build it with gated={'up' in params}"
+      f" {', '.join(sorted(own))}: {remedy}"
     )
+  # All are looked at before any is changed.
   for name, value in own.items():
+    if not hasattr(params[name], "shape"):
+      raise ValueError(
+        f"{name} is a {type(params[name]).__name__}, not an array: unbox the"
+        " variables of a linen module (flax.linen.meta.unbox)"
+      )
     if params[name].shape != value.shape:
       raise ValueError(
         f"{name} has shape {params[name].shape} and the layer's is"
         f" {value.shape}, [d_ff, d_model]: see from_kernels for other layouts"
       )
+  for name, value in own.items():
     getattr(ffn, name)[...] = jnp.asarray(params[name], value.dtype)
 
 

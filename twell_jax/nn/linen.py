@@ -69,7 +69,7 @@ class SparseFFN(linen.Module):
       # Unboxed, whatever its declared type.
       param: Any = self.param(
         name,
-        linen.with_partitioning(
+        linen.with_logical_partitioning(
           lambda key: draw(key, (self.d_ff, self.d_model)).astype(
             self.param_dtype
           ),
