@@ -5,7 +5,50 @@ import json
 import multiprocessing
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+from absl import flags
+
+
+class Markdown(Protocol):
+  """Makes a report of rows; `name` is that of its files, without suffix."""
+
+  def __call__(self, rows: Sequence[Mapping[str, Any]], *, name: str) -> str:
+    """Returns the text."""
+    ...
+
+
+def define_flags() -> None:
+  """Defines --output, which must be given, and --workers."""
+  flags.DEFINE_string("output", None, "Where to write, without suffix.")
+  flags.DEFINE_integer(
+    "workers", 1, "How many steps to compile at a time.", lower_bound=1
+  )
+  flags.mark_flag_as_required("output")
+
+
+def publish[Case: NamedTuple](
+  cases: Sequence[Case],
+  measure: Callable[[Case], dict[str, Any]],
+  markdown: Markdown,
+) -> list[dict[str, Any]]:
+  """Measures what OUTPUT.json lacks (`run`), and writes OUTPUT.md.
+
+  Returns:
+    The rows of all cases, in their order.
+  """
+  output = pathlib.Path(flags.FLAGS.output)
+  output.parent.mkdir(parents=True, exist_ok=True)
+  rows = run(
+    cases,
+    measure,
+    path=output.with_suffix(".json"),
+    workers=flags.FLAGS.workers,
+  )
+  output.with_suffix(".md").write_text(
+    markdown(rows, name=output.name), encoding="utf-8"
+  )
+  return rows
 
 
 def case_of[Case: NamedTuple](kind: type[Case], row: Mapping[str, Any]) -> Case:

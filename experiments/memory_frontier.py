@@ -279,25 +279,11 @@ _PARTS = {
 
 def main() -> int:
   """Compiles what is missing and writes the files."""
-  output = pathlib.Path(flags.FLAGS.output)
-  output.parent.mkdir(parents=True, exist_ok=True)
-  rows = compile_cases.run(
-    all_cases(),
-    measure,
-    path=output.with_suffix(".json"),
-    workers=flags.FLAGS.workers,
-  )
-  output.with_suffix(".md").write_text(
-    markdown(rows, name=output.name), encoding="utf-8"
-  )
-  memory_plots.write(rows, output=output)
+  rows = compile_cases.publish(all_cases(), measure, markdown)
+  memory_plots.write(rows, output=pathlib.Path(flags.FLAGS.output))
   return 0
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("output", None, "Where to write, without suffix.")
-  flags.DEFINE_integer(
-    "workers", 1, "How many steps to compile at a time.", lower_bound=1
-  )
-  flags.mark_flag_as_required("output")
+  compile_cases.define_flags()
   cli.run(main)

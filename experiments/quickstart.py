@@ -86,8 +86,9 @@ def train_to_end(config: ConfigDict, workdir: pathlib.Path) -> train.Run:
   checkpoints = workdir / "checkpoints"
   if not training.saved_steps(checkpoints):
     return train.run(config, workdir=workdir)
-  with training.Checkpoints(checkpoints) as saved:
-    differences = training.config_differences(saved.config(), config.to_dict())
+  differences = training.config_differences(
+    train.read_saved(workdir).config, config.to_dict()
+  )
   if differences:
     raise ValueError(
       f"{workdir} has a model of another config ({'; '.join(differences)}):"

@@ -16,12 +16,10 @@ three quarters of an hour on two cores; what is in OUTPUT.json is not compiled
 again.
 """
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import jax
-from absl import flags
 
 from experiments import (
   cli,
@@ -213,24 +211,10 @@ def _gibibytes(size: int) -> str:
 
 def main() -> int:
   """Compiles what is missing and writes the files."""
-  output = pathlib.Path(flags.FLAGS.output)
-  output.parent.mkdir(parents=True, exist_ok=True)
-  rows = compile_cases.run(
-    all_cases(),
-    measure,
-    path=output.with_suffix(".json"),
-    workers=flags.FLAGS.workers,
-  )
-  output.with_suffix(".md").write_text(
-    markdown(rows, name=output.name), encoding="utf-8"
-  )
+  compile_cases.publish(all_cases(), measure, markdown)
   return 0
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("output", None, "Where to write, without suffix.")
-  flags.DEFINE_integer(
-    "workers", 1, "How many steps to compile at a time.", lower_bound=1
-  )
-  flags.mark_flag_as_required("output")
+  compile_cases.define_flags()
   cli.run(main)

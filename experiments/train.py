@@ -34,6 +34,9 @@ Start = Literal["fresh", "resume"]
 # end at once.
 PREPARATION_TIMEOUT_S = 24 * 3600.0
 
+# Beside the fields of a saved config: that of its text.
+_TRAIN_KEY = "train_key"
+
 WHOLE = training.DataShard(index=0, count=1)
 
 
@@ -109,8 +112,9 @@ def run(
     accumulation_steps=config.accumulation_steps,
   )
   training.check_run(model, options, mesh=mesh, workdir=workdir, start=start)
-  if start == "resume":
-    _check_same_input(config, workdir)
+  saved = read_saved(workdir) if start == "resume" else None
+  if saved is not None:
+    _check_same_fields(saved, config, workdir)
   if config.data.held_out_fraction <= 0:
     raise ValueError(
       f"data.held_out_fraction = {config.data.held_out_fraction} must be above"
@@ -122,6 +126,8 @@ def run(
   ):
     data = load_data(config, workdir, shard=training.data_shard(mesh))
   assert data.held_out is not None  # load_data raises if it would be empty
+  if saved is not None:
+    _check_same_text(saved, data, workdir)
   result = training.train(
     model,
     options,
@@ -130,37 +136,70 @@ def run(
     held_out=data.held_out,
     workdir=workdir,
     start=start,
-    run_config=config.to_dict(),
+    run_config={**config.to_dict(), _TRAIN_KEY: data.train_key},
   )
   return Run(result, data, data.held_out)
 
 
-def input_differences(
-  saved: Mapping[str, Any], config: ConfigDict
-) -> list[str]:
-  """How the input of a config differs from that of a saved one.
+class Saved(NamedTuple):
+  """What made a checkpoint.
 
-  What a config from before a field was there does not say was as the field's
-  default is.
+  Attributes:
+    config: Its config. A field that was not there yet has its default.
+    train_key: Of its text (`data.Data`); None if that was not saved yet.
   """
-  defaults = base.get_config().to_dict()["data"]
-  complete = {**saved, "data": defaults | dict(saved["data"])}
-  return [
+
+  config: dict[str, Any]
+  train_key: str | None
+
+
+def read_saved(workdir: pathlib.Path) -> Saved:
+  """What made the latest checkpoint of a run."""
+  with training.Checkpoints(workdir / "checkpoints") as checkpoints:
+    saved = dict(checkpoints.config())
+  train_key = saved.pop(_TRAIN_KEY, None)
+  return Saved(_completed(saved, base.get_config().to_dict()), train_key)
+
+
+def _completed(
+  saved: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+  """A saved config with the defaults of the fields that it lacks."""
+  complete = {**defaults, **saved}
+  for name, default in defaults.items():
+    if isinstance(default, Mapping):
+      complete[name] = _completed(saved.get(name, {}), default)
+  return complete
+
+
+def _check_same_fields(
+  saved: Saved, config: ConfigDict, workdir: pathlib.Path
+) -> None:
+  """Refuses another input on resuming: its position would be of other text."""
+  differences = [
     difference
-    for difference in training.config_differences(complete, config.to_dict())
+    for difference in training.config_differences(
+      saved.config, config.to_dict()
+    )
     if difference.startswith(("data.", "seed:"))
     and not difference.startswith("data.cache_dir:")
   ]
-
-
-def _check_same_input(config: ConfigDict, workdir: pathlib.Path) -> None:
-  """Refuses another input on resuming: its position would be of other text."""
-  with training.Checkpoints(workdir / "checkpoints") as checkpoints:
-    differences = input_differences(checkpoints.config(), config)
   if differences:
     raise ValueError(
       f"cannot resume {workdir} with another input ({'; '.join(differences)}):"
       " set it back, or train in another workdir"
+    )
+
+
+def _check_same_text(
+  saved: Saved, data: data_lib.Data, workdir: pathlib.Path
+) -> None:
+  """Refuses text that has changed where the config finds it."""
+  if saved.train_key not in (None, data.train_key):
+    raise ValueError(
+      f"cannot resume {workdir}: the text that data.corpus names is not what it"
+      " was, so that the position in it would be of other text: bring it back,"
+      " or train in another workdir"
     )
 
 

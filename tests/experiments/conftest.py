@@ -1,4 +1,7 @@
+import types
+
 import pytest
+from absl import flags
 
 from tests.experiments import programs
 
@@ -15,3 +18,13 @@ def corpus(tmp_path_factory):
 def environment(tmp_path_factory):
   """The environment of the programs that tests start."""
   return programs.make_environment(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture
+def give_flags(monkeypatch):
+  """Sets the flags that a script's main() reads, by their names."""
+
+  def give(**values):
+    monkeypatch.setattr(flags, "FLAGS", types.SimpleNamespace(**values))
+
+  return give

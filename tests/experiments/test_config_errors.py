@@ -220,16 +220,49 @@ def test_resuming_with_another_input(trained, overrides, change):
   assert "train in another workdir" in line
 
 
-def test_a_field_that_a_saved_config_does_not_have_yet():
-  """As a run from before the field was there."""
-  config = programs.tiny_config({})
-  saved = config.to_dict()
-  del saved["data"]["store"], saved["data"]["documents"]
-  assert train.input_differences(saved, config) == []
-  config.data.documents = "separate"
-  assert train.input_differences(saved, config) == [
-    "data.documents: 'joined' -> 'separate'"
-  ]
+def test_a_run_from_before_a_field_was_there(trained, monkeypatch):
+  """It is as if the field had its default then."""
+  workdir, config = trained
+  read = training.Checkpoints.config
+
+  def early(checkpoints):
+    saved = read(checkpoints)
+    data = {k: v for k, v in saved["data"].items() if k != "documents"}
+    return {
+      k: v for k, v in saved.items() if k not in ("non_finite", "train_key")
+    } | {"data": data}
+
+  monkeypatch.setattr(training.Checkpoints, "config", early)
+  saved = train.read_saved(workdir)
+  assert saved == train.Saved(config.to_dict(), None)
+  changed = config.copy_and_resolve_references()
+  changed.data.documents = "separate"
+  assert "data.documents: 'joined' -> 'separate'" in complaint(
+    workdir,
+    changed,
+    start="resume",
+  )
+
+
+def test_resuming_with_text_that_has_changed(tmp_path):
+  """The config is the same, and so are the names of its files."""
+  folder = tmp_path / "text"
+  programs.write_corpus(folder)
+  tokenizer = tmp_path / "tokenizer.json"
+  config = programs.tiny_config({"data.corpus": str(folder), "steps": 3})
+  loaded = train.load_data(config, tmp_path / "other")
+  loaded.tokenizer.tokenizer.save(str(tokenizer))
+  config.data.tokenizer = str(tokenizer)
+  workdir = tmp_path / "run"
+  train.run(config, workdir=workdir)
+  path = folder / "1.txt"
+  text = path.read_text()
+  path.write_text(text + "and more\n")
+  with pytest.raises(ValueError, match=r"the text that data\.corpus names is"):
+    train.run(config, workdir=workdir, start="resume")
+  # Brought back, though it is a newer file.
+  path.write_text(text)
+  assert train.run(config, workdir=workdir, start="resume").result.step == 3
 
 
 # Arguments after --config and --workdir, and the words of the one line.

@@ -2,7 +2,6 @@ import concurrent.futures
 import json
 
 import pytest
-from absl import flags
 
 from experiments import compile_cases, memory_frontier, memory_plots
 from experiments.memory_frontier import Case
@@ -131,13 +130,9 @@ def test_the_others_are_compiled_when_a_step_fails(compiled, tmp_path):
   assert json.loads(path.read_text()) == [row(first), row(third)]
 
 
-def test_writes_tables_and_plots(compiled, monkeypatch, tmp_path):
+def test_writes_tables_and_plots(compiled, give_flags, tmp_path):
   output = tmp_path / "results" / "report"
-  given = flags.FlagValues()
-  flags.DEFINE_string("output", str(output), "", flag_values=given)
-  flags.DEFINE_integer("workers", 2, "", flag_values=given)
-  given.mark_as_parsed()
-  monkeypatch.setattr(memory_frontier.flags, "FLAGS", given)
+  give_flags(output=str(output), workers=2)
   assert memory_frontier.main() == 0
   assert len(compiled) == len(memory_frontier.all_cases())
   lines = output.with_suffix(".md").read_text().splitlines()

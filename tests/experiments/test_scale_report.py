@@ -2,7 +2,6 @@ import concurrent.futures
 import json
 
 import pytest
-from absl import flags
 
 from experiments import compile_cases, memory_report, scale_report
 from experiments.collectives import Collective
@@ -59,13 +58,9 @@ def test_every_size_and_mesh():
     assert case.config().gated == case.gated
 
 
-def test_writes_tables(measured, monkeypatch, tmp_path):
+def test_writes_tables(measured, give_flags, tmp_path):
   output = tmp_path / "results" / "report"
-  given = flags.FlagValues()
-  flags.DEFINE_string("output", str(output), "", flag_values=given)
-  flags.DEFINE_integer("workers", 1, "", flag_values=given)
-  given.mark_as_parsed()
-  monkeypatch.setattr(scale_report.flags, "FLAGS", given)
+  give_flags(output=str(output), workers=1)
   assert scale_report.main() == 0
   assert len(measured) == 60
   for config, options in measured:

@@ -1,7 +1,5 @@
 import json
 
-from absl import flags
-
 from experiments import train, training_curves
 
 
@@ -40,7 +38,7 @@ def test_every_run_is_a_run_of_its_own():
   assert all(coefficients[1:])
 
 
-def test_writes_tables_and_plots(monkeypatch, tmp_path):
+def test_writes_tables_and_plots(give_flags, monkeypatch, tmp_path):
   workdir, output = tmp_path / "work", tmp_path / "results" / "curves"
   trained = []
 
@@ -51,11 +49,7 @@ def test_writes_tables_and_plots(monkeypatch, tmp_path):
     (folder / "metrics.jsonl").write_text(text)
 
   monkeypatch.setattr(training_curves.quickstart, "train_to_end", train_to_end)
-  given = flags.FlagValues()
-  flags.DEFINE_string("workdir", str(workdir), "", flag_values=given)
-  flags.DEFINE_string("output", str(output), "", flag_values=given)
-  given.mark_as_parsed()
-  monkeypatch.setattr(training_curves.flags, "FLAGS", given)
+  give_flags(workdir=str(workdir), output=str(output))
   assert training_curves.main() == 0
   assert [config.data.cache_dir for config in trained] == [
     str(workdir / "data")

@@ -25,7 +25,7 @@ def inputs(*shape):
   return jax.random.normal(jax.random.key(1), (*shape, D_MODEL))
 
 
-def same(a, b):
+def assert_same(a, b):
   np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -51,7 +51,7 @@ def test_linen_nnx_and_plain_arrays_are_one_layer(changes):
   jax.tree.map(np.testing.assert_array_equal, nn.params_of(ffn), dict(params))
   if changes.get("activation") != "silu":
     plain = sparse_ffn(x, params["gate"], params.get("up"), params["down"])
-    same(plain.y, y)
+    assert_same(plain.y, y)
 
 
 def test_parameters_are_drawn_as_asked():
@@ -141,8 +141,8 @@ def test_on_a_mesh():
   y, l1 = jax.jit(model.apply)(variables, x)
   alone = jax.device_get(variables)
   expected, expected_l1 = Block().apply(alone, x)
-  same(y, expected)
-  same(l1, expected_l1)
+  assert_same(y, expected)
+  assert_same(l1, expected_l1)
 
 
 def test_boxed_parameters_under_a_mesh_in_the_context():
@@ -153,7 +153,7 @@ def test_boxed_parameters_under_a_mesh_in_the_context():
   expected, _ = module.apply({"params": unboxed(boxed)}, x)
   with jax.set_mesh(make_mesh(data=2, tensor=2)):
     y, _ = jax.jit(module.apply)(boxed, x)
-  same(y, expected)
+  assert_same(y, expected)
 
 
 def test_mistakes():
@@ -197,7 +197,7 @@ def test_kernels_of_dense_layers():
   kernels = {name: v["kernel"] for name, v in variables["params"].items()}
   params = nn.from_kernels(**kernels)
   y = sparse_ffn(x, params["gate"], params["up"], params["down"]).y
-  same(y, Dense().apply(variables, x))
+  assert_same(y, Dense().apply(variables, x))
   back = nn.to_kernels(params)
   jax.tree.map(np.testing.assert_array_equal, back, kernels)
   plain = nn.from_kernels(kernels["gate"], kernels["down"])

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import grain
+import numpy as np
 from absl import logging
 
 from twell_jax.data import corpus as corpus_lib
-from twell_jax.data import pipeline, shards
+from twell_jax.data import pipeline, shards, storage
 from twell_jax.data import sources as sources_lib
 from twell_jax.data import tokenizer as tokenizer_lib
 from twell_jax.data import tokens as tokens_lib
@@ -18,6 +19,8 @@ from twell_jax.data import tokens as tokens_lib
 Store = Literal["array", "shards"]
 # Share of training positions that is worth a warning.
 _MUCH_PADDING = 0.1
+# What is read of each shard to tell one text from another.
+_SAMPLES, _SAMPLE_TOKENS = 8, 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Data:
     num_held_out_batches: batches in `held_out`.
     held_out_bytes_per_token: UTF-8 bytes of held-out text per id, which turns
       a loss per token into one per byte; None if nothing was held out.
+    train_key: tells the train text from another one, wherever it lies: from the
+      tokenizer, the number of ids, documents and bytes of each shard, and
+      samples of its ids.
   """
 
   train: grain.IterDataset = dataclasses.field(repr=False)
@@ -50,6 +56,7 @@ class Data:
   num_held_out_documents: int
   num_held_out_batches: int
   held_out_bytes_per_token: float | None
+  train_key: str
 
 
 def load_data(
@@ -162,6 +169,7 @@ def load_data(
       if splits.held_out
       else None
     ),
+    train_key=_key(splits.tokenizer, splits.train),
   )
   logging.info("%s", data)
   return data
@@ -347,6 +355,23 @@ def _warn_of_padding(
       100 * padding,
       len(splits),
     )
+
+
+def _key(
+  tokenizer: tokenizer_lib.TextTokenizer,
+  splits: Sequence[tokens_lib.TokenizedSplit],
+) -> str:
+  """Another text hardly has the same sizes; the samples find one that does."""
+  parts: list[object] = [tokenizer.key]
+  for split in splits:
+    last = max(len(split.tokens) - _SAMPLE_TOKENS, 0)
+    starts = np.linspace(0, last, _SAMPLES).astype(int).tolist()
+    samples = [
+      split.tokens[start : start + _SAMPLE_TOKENS].tolist() for start in starts
+    ]
+    sizes = [len(split.tokens), split.num_documents, split.num_bytes]
+    parts.append([sizes, samples])
+  return storage.fingerprint(*parts)
 
 
 def _num_tokens(splits: Sequence[tokens_lib.TokenizedSplit]) -> int:

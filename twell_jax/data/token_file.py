@@ -92,11 +92,6 @@ class TokenFile:
       )
     return ids
 
-  def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-    """All ids, for `np.asarray`."""
-    del copy  # What is read is nobody else's.
-    return self[:].astype(dtype or self.dtype)  # type: ignore[call-overload]
-
 
 class TokenWriter:
   """Writes ids to a new .npy file whose length is known at the end."""
